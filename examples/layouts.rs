@@ -1,8 +1,10 @@
-//! Trains the same small Llama in one process and over eight ranks, which are threads here, and prints both losses.
+//! Trains the same small Llama in one process and over eight ranks, which are threads here, and
+//! prints both losses.
 //!
 //!     cargo run --release --example layouts
 //!
-//! Shows how the library is used without the command line: a configuration, a model, a source of samples, a world.
+//! Shows how the library is used without the command line: a configuration, a model, a source of
+//! samples, a world.
 
 use std::sync::Arc;
 

@@ -1,12 +1,13 @@
 //! Arrows between folders point down: a folder uses those below it alone.
 //!
-//! Each crate lists its folders from the ground up. `crate::NAME` in a file's code, outside of its tests, is an arrow
-//! from the file's folder to NAME.
+//! Each crate lists its folders from the ground up. `crate::NAME` in a file's code, outside of its
+//! tests, is an arrow from the file's folder to NAME.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Crates with their folders (or files) from the ground up; those in one group do not know each other.
+/// Crates with their folders (or files) from the ground up; those in one group do not know each
+/// other.
 const CRATES: [(&str, &[&[&str]]); 4] = [
     ("kernels", &[&["tensor"], &["cpu", "cuda"], &["ops"]]),
     (

@@ -148,7 +148,8 @@ fn spans(config: &RunConfig, letter: impl Fn(&str) -> Option<char> + Sync) -> Ve
     ranks.unwrap()
 }
 
-/// Forwards, backwards, input gradients and weight gradients of a rank, and the products within them.
+/// Forwards, backwards, input gradients and weight gradients of a rank, and the products within
+/// them.
 #[test]
 fn delayed_weight_gradients_run_apart() {
     let mut config = delayed(layout(tiny(Style::Llama, 0.0), 1, 1, 2));
@@ -176,7 +177,8 @@ fn pipelines_under_tensor_and_data_parallelism() {
     });
 }
 
-/// Sequences cut over cp, alone and beside every other axis: no schedule, recompute, ZeRO-1, bucket or early message changes a bit.
+/// Sequences cut over cp, alone and beside every other axis: no schedule, recompute, ZeRO-1, bucket
+/// or early message changes a bit.
 #[test]
 fn context_parallelism_with_all_that_changes_no_bit() {
     for_both(|name, plain| {
@@ -260,7 +262,8 @@ fn communication_before_it_is_needed() {
     });
 }
 
-/// Products of gradients (D of inputs, W of weights) and waits (.) of a step of two layers on one of two tensor-parallel ranks.
+/// Products of gradients (D of inputs, W of weights) and waits (.) of a step of two layers on one
+/// of two tensor-parallel ranks.
 fn products_and_waits(overlap: bool) -> String {
     let mut config = layout(tiny(Style::Llama, 0.0), 1, 2, 1);
     (config.model.num_layers, config.training.global_batch_size) = (2, 1);
@@ -289,7 +292,8 @@ fn products_and_waits(overlap: bool) -> String {
     ranks.unwrap().remove(0)
 }
 
-/// The input of a column-parallel layer is gathered while its gradient is computed, and that is summed while the weight's is.
+/// The input of a column-parallel layer is gathered while its gradient is computed, and that is
+/// summed while the weight's is.
 #[test]
 fn collectives_of_backward_run_beside_its_products() {
     let (beside, between) = (products_and_waits(true), products_and_waits(false));
@@ -312,7 +316,8 @@ fn no_output_of_a_recomputed_segment_is_made_again() {
         "linear_wgrad" => Some('W'),
         _ => None,
     });
-    // Four products a layer, the head's in forward (with its gradients); in backward the third layer again but for its last, then two, the same.
+    // Four products a layer, the head's in forward (with its gradients); in backward the third
+    // layer again but for its last, then two, the same.
     let forward = format!("F{}.W", ".".repeat(12));
     assert_eq!(ranks, [format!("{forward}B...WWWW{}{}", ".".repeat(7), "W".repeat(8))]);
 }

@@ -1,4 +1,5 @@
-//! Documents packed into samples: under `reset_position_ids` and `reset_attention_mask` each is trained on as if it were alone.
+//! Documents packed into samples: under `reset_position_ids` and `reset_attention_mask` each is
+//! trained on as if it were alone.
 
 use megatron::config::{DecayStyle, PositionEmbedding, RunConfig, SlidingWindow};
 use megatron::data::DocumentEnds;
@@ -13,7 +14,8 @@ const STEPS: usize = 4;
 const END: u32 = 0;
 /// Lengths of the documents of each sample of a step, their ends counted.
 const LENGTHS: [[usize; 3]; 4] = [[4, 5, 7], [1, 7, 8], [3, 3, 10], [2, 12, 2]];
-/// Allowed relative difference of losses and of gradient norms; measured ones are up to 6e-7 and 5e-6.
+/// Allowed relative difference of losses and of gradient norms; measured ones are up to 6e-7 and
+/// 5e-6.
 const TOLERANCES: (f64, f64) = (1e-5, 1e-4);
 
 /// Documents that all end with [`END`] and hold it nowhere else.
@@ -29,7 +31,8 @@ fn documents() -> Vec<Vec<u32>> {
     lengths.map(|&length| (1..length).map(|_| token()).chain([END]).collect()).collect()
 }
 
-/// The documents side by side, or each in a sample of its own and followed by ends, whose loss does not count.
+/// The documents side by side, or each in a sample of its own and followed by ends, whose loss does
+/// not count.
 fn data(packed: bool, reset: bool) -> Sources {
     let mut tokens = Vec::new();
     for mut document in documents() {

@@ -1,5 +1,5 @@
-//! Whole models by the kernels of GPUs, on the emulator, against the CPU's: the same run to rounding, and the same bits in every order of
-//! threads and blocks.
+//! Whole models by the kernels of GPUs, on the emulator, against the CPU's: the same run to
+//! rounding, and the same bits in every order of threads and blocks.
 //!
 //! ```text
 //! cargo test --release -p system-tests --features emulated --test emulated
@@ -90,7 +90,8 @@ fn gpt2_in_bf16() {
     follows_the_cpu(&config(Style::Gpt2, 0.1, Precision::Bf16), 2e-2);
 }
 
-/// Of 16 bits the masks' and sums' places differ, and what a step rounds to: a model drawn at random may be far from smooth.
+/// Of 16 bits the masks' and sums' places differ, and what a step rounds to: a model drawn at
+/// random may be far from smooth.
 fn tolerances(precision: Precision) -> (f64, f64) {
     match precision {
         Precision::Fp32 | Precision::Fp64 => (1e-4, 1e-3),
@@ -297,7 +298,8 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
                 (1, counts.launches_before_last_wait),
                 "{what}"
             );
-            // Tokens, labels and mask of two microbatches: positions and samples are there since the first step.
+            // Tokens, labels and mask of two microbatches: positions and samples are there since
+            // the first step.
             assert_eq!(counts.uploads, 2 * 3, "{what}");
             let other: Vec<_> =
                 counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();

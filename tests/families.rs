@@ -1,4 +1,5 @@
-//! Models of Hugging Face folders on several layouts against the logits of transformers; import and export.
+//! Models of Hugging Face folders on several layouts against the logits of transformers; import and
+//! export.
 //!
 //! Fixtures: `fixtures/make_families.py`, `fixtures/make_oracle.py`.
 

@@ -26,8 +26,8 @@ fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Res
     let batches = loader.microbatches(0)?;
     let schedule =
         forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
-    // Dropout masks are a function of the step: evaluating with the training phase repeats them. The schedule has no
-    // backward, so what forward keeps is dropped.
+    // Dropout masks are a function of the step: evaluating with the training phase repeats them.
+    // The schedule has no backward, so what forward keeps is dropped.
     let sum = trainer
         .stage()
         .run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?
@@ -84,8 +84,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         stage.run(&schedule, &batches, Phase::Train { step: 3 }, factor, &mut reducer)?;
         reducer.finish(&stage.params)?;
 
-        // The direction of every rank's own parameters: a copy of a tied weight or of a replicated one must move along,
-        // so the direction is a function of the logical element.
+        // The direction of every rank's own parameters: a copy of a tied weight or of a replicated
+        // one must move along, so the direction is a function of the logical element.
         let mut along = 0f64;
         let mut moves = Vec::new();
         for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_)))

@@ -48,7 +48,8 @@ fn trainer(config: &RunConfig, device: &Device) -> Result<Trainer> {
     Trainer::new(config, &model, comm::solo(), &data(config), device)
 }
 
-/// What a step said: bits of loss and gradient norm, the learning rate and the loss scale that it was made with, and whether it was left out.
+/// What a step said: bits of loss and gradient norm, the learning rate and the loss scale that it
+/// was made with, and whether it was left out.
 type Step = (u64, u64, f64, f64, bool);
 
 /// A run's steps, and those of them that recorded a graph.
@@ -85,7 +86,8 @@ fn the_same_with_graphs(config: &RunConfig) -> Vec<Step> {
     let device = Choice::Cuda(Some(0)).open(0).unwrap();
     let mut with_graphs = config.clone();
     with_graphs.training.enable_cuda_graph = true;
-    // First, so that it finds nothing on the device that a run without, or its evaluation, has left there.
+    // First, so that it finds nothing on the device that a run without, or its evaluation, has left
+    // there.
     let (graphs, recorded) = train(&with_graphs, &device).unwrap();
     let (plain, none) = train(config, &device).unwrap();
     assert_eq!(graphs, plain);

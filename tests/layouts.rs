@@ -1,4 +1,5 @@
-//! One loss curve on any layout: every cut of a run follows the single process, from bitwise the same initial weights.
+//! One loss curve on any layout: every cut of a run follows the single process, from bitwise the
+//! same initial weights.
 
 use megatron::Result;
 use megatron::config::{

@@ -1,4 +1,5 @@
-//! Checkpoints of Megatron-LM, as Megatron-Core wrote them under its layouts, on several of ours, against Megatron's logits; what is refused.
+//! Checkpoints of Megatron-LM, as Megatron-Core wrote them under its layouts, on several of ours,
+//! against Megatron's logits; what is refused.
 //!
 //! Fixtures: `fixtures/make_megatron_core.py`.
 

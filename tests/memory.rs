@@ -1,5 +1,5 @@
-//! A GPU's memory, on the emulator, which is told of a limit and of an allocator that counts: what a step reports of it, and what is said where
-//! it is used up.
+//! A GPU's memory, on the emulator, which is told of a limit and of an allocator that counts: what
+//! a step reports of it, and what is said where it is used up.
 //!
 //! ```text
 //! cargo test --release -p system-tests --features emulated --test memory
@@ -56,7 +56,8 @@ fn config() -> RunConfig {
     config
 }
 
-/// A step on a device with `room` bytes beyond what is in use before the trainer is made, and after.
+/// A step on a device with `room` bytes beyond what is in use before the trainer is made, and
+/// after.
 fn step(before: u64, after: u64) -> Result<StepMetrics, Error> {
     let config = config();
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
@@ -102,7 +103,8 @@ fn the_peak_is_reported_and_too_little_memory_explained() {
         assert!(text.contains(part), "{part:?} is not in {text:?}");
     }
 
-    // While the model is built, after main gradients, which come first, before weights: nothing is to be gained from fewer activations.
+    // While the model is built, after main gradients, which come first, before weights: nothing is
+    // to be gained from fewer activations.
     let text = step(6_500_000, ENOUGH).unwrap_err().to_string();
     assert!(text.starts_with("weights: no memory on the GPU"), "{text}");
     assert!(

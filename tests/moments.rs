@@ -1,4 +1,5 @@
-//! Adam's moments in bf16: the curve of those in fp32, the same rounding on any layout, checkpoints that either resumes.
+//! Adam's moments in bf16: the curve of those in fp32, the same rounding on any layout, checkpoints
+//! that either resumes.
 
 use megatron::config::{MomentDtype, Precision, Recompute, RunConfig, ScheduleKind};
 use megatron::params::StateKind;
@@ -63,8 +64,9 @@ fn losses_follow_those_with_moments_in_fp32() {
     }
 }
 
-/// Numbers of elements, not places on ranks, decide how second moments are rounded: layouts differ where the gradients' own rounding
-/// carries one over the edge. With random numbers of their own, half of the elements would be apart.
+/// Numbers of elements, not places on ranks, decide how second moments are rounded: layouts differ
+/// where the gradients' own rounding carries one over the edge. With random numbers of their own,
+/// half of the elements would be apart.
 #[test]
 fn every_layout_rounds_alike() {
     for style in [Style::Gpt2, Style::Llama] {

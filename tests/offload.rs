@@ -1,4 +1,5 @@
-//! Optimizer state in files instead of memory: the same bits on every layout, and checkpoints that are the same.
+//! Optimizer state in files instead of memory: the same bits on every layout, and checkpoints that
+//! are the same.
 
 use std::env::temp_dir;
 

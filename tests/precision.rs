@@ -76,9 +76,9 @@ fn every_layout_follows_the_single_process() {
     }
 }
 
-/// Under tp each rank's term of a sum is rounded to 16 bits before the terms are added, and under dp gradients are added in another order:
-/// activations differ by their rounding, 2⁻⁹ in bf16 and 2⁻¹² in fp16, of which most cancels in the mean over 128 tokens. Measured
-/// are 8e-5 and 6e-6.
+/// Under tp each rank's term of a sum is rounded to 16 bits before the terms are added, and under
+/// dp gradients are added in another order: activations differ by their rounding, 2⁻⁹ in bf16 and
+/// 2⁻¹² in fp16, of which most cancels in the mean over 128 tokens. Measured are 8e-5 and 6e-6.
 fn tolerance(precision: Precision) -> f64 {
     if precision == Precision::Bf16 { 5e-4 } else { 5e-5 }
 }
@@ -220,7 +220,8 @@ fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
         let values = |t: &Tensor| t.to_dtype(DType::F32)?.to_vec1::<f32>();
         assert!(values(&weights)?.iter().any(|w| *w != 0.0));
         if weights.dtype() == DType::BF16 {
-            // Whatever the low halves are, high ones are the rounding; so nothing but zeros would be wrong.
+            // Whatever the low halves are, high ones are the rounding; so nothing but zeros would
+            // be wrong.
             assert!(master.values.to_vec1::<i16>()?.iter().any(|low| *low != 0));
         } else {
             assert_eq!(values(&weights)?, values(&master.values.to_dtype(weights.dtype())?)?);

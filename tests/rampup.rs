@@ -1,4 +1,5 @@
-//! Global batches that grow: on any layout, under any schedule, and through a checkpoint amid the growth.
+//! Global batches that grow: on any layout, under any schedule, and through a checkpoint amid the
+//! growth.
 
 use megatron::config::{BatchSizeRampup, RunConfig, ScheduleKind};
 use system_tests::{

@@ -1,7 +1,9 @@
-//! Models, layouts, schedules and precisions drawn at random: each run follows the single process, has the bits of the same cut without a pipeline, and
-//! its checkpoint goes on under another layout, resharded or not, and with what is communicated issued early.
+//! Models, layouts, schedules and precisions drawn at random: each run follows the single process,
+//! has the bits of the same cut without a pipeline, and its checkpoint goes on under another
+//! layout, resharded or not, and with what is communicated issued early.
 //!
-//! `RANDOM_RUNS` and `RANDOM_SEED` in the environment say how many are drawn, and from where on; a failure names its seed.
+//! `RANDOM_RUNS` and `RANDOM_SEED` in the environment say how many are drawn, and from where on; a
+//! failure names its seed.
 
 use megatron::checkpoint::latest;
 use megatron::comm::CommOptions;
@@ -30,8 +32,9 @@ fn without_pipeline(config: &RunConfig) -> RunConfig {
     plain
 }
 
-/// Allowed differences of losses and gradient norms between layouts that add in another order. Of a thousand runs the largest measured are
-/// 1e-11 and 0 (norms are fp32), 2e-5 and 2e-4, 7e-3 and 6e-2, 2e-3 and 2e-2.
+/// Allowed differences of losses and gradient norms between layouts that add in another order. Of a
+/// thousand runs the largest measured are 1e-11 and 0 (norms are fp32), 2e-5 and 2e-4, 7e-3 and
+/// 6e-2, 2e-3 and 2e-2.
 fn tolerances(precision: Precision) -> (f64, f64) {
     match precision {
         Precision::Fp64 => (1e-10, 1e-6),
@@ -41,8 +44,8 @@ fn tolerances(precision: Precision) -> (f64, f64) {
     }
 }
 
-/// As [`tolerances`]; where a model is so steep that in 16 bits the single process, `alone`, is itself far from what it does in fp32, layouts may be as far
-/// from it and from each other.
+/// As [`tolerances`]; where a model is so steep that in 16 bits the single process, `alone`, is
+/// itself far from what it does in fp32, layouts may be as far from it and from each other.
 fn allowed(plain: &RunConfig, data: &TrainSources, alone: &Run) -> (f64, f64) {
     let (losses, norms) = tolerances(plain.training.precision);
     if !matches!(plain.training.precision, Precision::Bf16 | Precision::Fp16(_)) {
@@ -115,7 +118,8 @@ fn one(seed: u64) {
     } else {
         close("goes on", within, numbers(&on), (&run.losses[SAVED..], &run.grad_norms[SAVED..]));
     }
-    // By ranks that read what they need of another layout's files, or from files of their own layout.
+    // By ranks that read what they need of another layout's files, or from files of their own
+    // layout.
     let resharded = tempfile::tempdir().unwrap();
     let path = if r.chance(50) {
         let saved = SavedGpt::open(&path).unwrap();

@@ -17,7 +17,8 @@ fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Runs whose state is kept in every way there is: whole and cut by ZeRO-1, fp32, in halves, and with fp32 masters.
+/// Runs whose state is kept in every way there is: whole and cut by ZeRO-1, fp32, in halves, and
+/// with fp32 masters.
 fn configs() -> Vec<RunConfig> {
     let mut configs = Vec::new();
     for precision in [

@@ -1,7 +1,8 @@
 //! CUDA's libraries, loaded when they are first called.
 //!
-//! Linked in the ordinary way, a program does not even start where one of them is missing, be it for `--help`. So every function of theirs
-//! is defined here, as a jump through a table whose entries `gpu::libraries` fills by `dlsym` at the first call; since nothing is left for the
+//! Linked in the ordinary way, a program does not even start where one of them is missing, be it
+//! for `--help`. So every function of theirs is defined here, as a jump through a table whose
+//! entries `gpu::libraries` fills by `dlsym` at the first call; since nothing is left for the
 //! libraries to resolve, the linker (`--as-needed`) drops them.
 
 use std::collections::BTreeSet;
@@ -11,8 +12,8 @@ use std::{env, fs};
 
 use crate::sources;
 
-/// A library: what it is called, what all its functions begin with, the headers that name them, and the status that says that it is not
-/// there (`gpu::libraries` has them return it).
+/// A library: what it is called, what all its functions begin with, the headers that name them, and
+/// the status that says that it is not there (`gpu::libraries` has them return it).
 struct Library {
     name: &'static str,
     soname: fn(&str) -> String,
@@ -138,7 +139,8 @@ pub fn build(nvcc: &Path, version: &str) -> Result<(), String> {
             names.into_iter().filter(|name| known.insert(name.clone())).map(|name| (at, name)),
         );
     }
-    // cudarc has the linker look for NCCL, which need not be there: an empty library (a linker's script without a command) is as good.
+    // cudarc has the linker look for NCCL, which need not be there: an empty library (a linker's
+    // script without a command) is as good.
     write("libnccl.so", "/* empty */\n")?;
     println!("cargo::rustc-link-search=native={}", sources::out_dir().display());
     write("libraries.s", &assembly(&functions))?;
@@ -171,7 +173,8 @@ fn include_dir(nvcc: &Path) -> Result<PathBuf, String> {
     })
 }
 
-/// Identifiers of a header that begin with a prefix and a capital letter. Types are among them, which does no harm.
+/// Identifiers of a header that begin with a prefix and a capital letter. Types are among them,
+/// which does no harm.
 fn functions_in<'a>(text: &'a str, prefixes: &'a [&str]) -> impl Iterator<Item = String> + use<'a> {
     let identifiers = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     identifiers

@@ -1,4 +1,5 @@
-//! Compiles the kernels of `cuda/`: by nvcc for GPUs (feature `cuda`), or by a C++ compiler for the emulator (feature `emulated`).
+//! Compiles the kernels of `cuda/`: by nvcc for GPUs (feature `cuda`), or by a C++ compiler for the
+//! emulator (feature `emulated`).
 //!
 //! Without these features it does nothing and needs nothing.
 

@@ -76,8 +76,9 @@ fn find() -> Result<(PathBuf, String), String> {
     Err(format!("found no nvcc (looked for {}).\n{HOW_TO_GET}", tried.join(", ")))
 }
 
-/// Warns of kernels whose registers do not suffice (memory traffic that nobody wrote), and of what ptxas says of asynchronous products: where
-/// it has them wait for each other, it only "informs" (C7510 and the numbers behind it).
+/// Warns of kernels whose registers do not suffice (memory traffic that nobody wrote), and of what
+/// ptxas says of asynchronous products: where it has them wait for each other, it only "informs"
+/// (C7510 and the numbers behind it).
 fn report(file: &Compiled) {
     let (mut kernel, mut code) = ("?", "?");
     for line in file.messages.lines() {
@@ -98,8 +99,9 @@ fn report(file: &Compiled) {
     }
 }
 
-/// Registers of each of the threads of Hopper's kernels as they begin: all that a multiprocessor has. One warpgroup then gives up all but 24, and the others take
-/// them: had they begun with fewer, they would wait for ever.
+/// Registers of each of the threads of Hopper's kernels as they begin: all that a multiprocessor
+/// has. One warpgroup then gives up all but 24, and the others take them: had they begun with
+/// fewer, they would wait for ever.
 fn registers(threads: u32) -> u32 {
     65536 / threads / 8 * 8
 }

@@ -42,8 +42,8 @@ pub fn stem(path: &Path) -> String {
     path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Compiles every file by the command that `command` makes for it and its object, several at once, unless file, headers and command are
-/// those of the object that is there.
+/// Compiles every file by the command that `command` makes for it and its object, several at once,
+/// unless file, headers and command are those of the object that is there.
 pub fn compile(
     files: &[PathBuf],
     extension: &str,

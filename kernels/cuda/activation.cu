@@ -1,5 +1,5 @@
-// GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and SwiGLU (Shazeer 2020), forward
-// and backward.
+// GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and
+// SwiGLU (Shazeer 2020), forward and backward.
 //
 // Bound by memory: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
 #include "device.cuh"
@@ -92,7 +92,8 @@ struct Swiglu {
     DEVICE static float of_up(float gate, float dy) { return dy * (gate * sigmoid(gate)); }
 };
 
-// Rows are blockIdx.x, parts of a row blockIdx.y: no division. x is [rows, 2f] = gate | up, y [rows, f].
+// Rows are blockIdx.x, parts of a row blockIdx.y: no division. x is [rows, 2f] = gate | up, y
+// [rows, f].
 template <class T>
 DEVICE void swiglu(const T *x, T *y, uint64_t f) {
     constexpr int V = VECTOR<T>;

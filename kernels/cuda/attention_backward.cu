@@ -1,14 +1,17 @@
-// Attention backward for bf16 and f16, in three kernels, none of which adds to what another block has written: products of outputs and
-// their gradients per query; gradients of keys and values, a block per tile of keys, over the queries of its whole group;
-// gradients of queries, a block per tile of queries. Scores are computed again in both (Dao 2023, FlashAttention-2, without its
-// atomics). Weights and their gradients stay in registers: what a product leaves is rounded into the next one's left operand.
+// Attention backward for bf16 and f16, in three kernels, none of which adds to what another block
+// has written: products of outputs and their gradients per query; gradients of keys and values, a
+// block per tile of keys, over the queries of its whole group; gradients of queries, a block per
+// tile of queries. Scores are computed again in both (Dao 2023, FlashAttention-2, without its
+// atomics). Weights and their gradients stay in registers: what a product leaves is rounded into
+// the next one's left operand.
 
 #include "attention.cuh"
 #include "tiles.cuh"
 
 namespace {
 
-/// Turns scores into weights 2^(score − log-sum-exp) and the gradients of weights into those of scores, of one element.
+/// Turns scores into weights 2^(score − log-sum-exp) and the gradients of weights into those of
+/// scores, of one element.
 template <bool DROP>
 DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, float delta, bool seen, bool kept, float factor) {
     float weight = seen ? exp2_fast(score * scale - lse_log2) : 0.0f;
@@ -22,13 +25,15 @@ DEVICE bool is_edge(const Attention &call, uint32_t sample, uint32_t query, uint
     return key + keys > query + 1 || query + queries > call.s || first_key(call, sample, query + queries - 1) > key;
 }
 
-/// The numbers of a query, log-sum-exp and Σ dout·out, lie in the 16 bytes behind its row of the tile.
+/// The numbers of a query, log-sum-exp and Σ dout·out, lie in the 16 bytes behind its row of the
+/// tile.
 template <int DIM>
 DEVICE float *statistics_of(uint16_t *tile, uint32_t row) {
     return reinterpret_cast<float *>(tile + row * ROW<DIM> + DIM);
 }
 
-/// Gradients of keys (DK) and of values (DV): a block's tile of keys is the left operand, tiles of queries come and go.
+/// Gradients of keys (DK) and of values (DV): a block's tile of keys is the left operand, tiles of
+/// queries come and go.
 template <class E, int DIM, int WARPS, int M, int QUERIES, bool DK, bool DV, bool DROP>
 DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint16_t *dout, const uint16_t *qkv, const float *lse,
                               const float *delta, uint16_t *dqkv) {
@@ -42,7 +47,8 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     const Rows keys = rows.from(qkv_at(call, sample, group, of_group)), values = rows.from(qkv_at(call, sample, group, of_group + 1));
     const Rows douts{dout, out_stride(call), call.s, call.head_dim, call.aligned != 0};
 
-    // From the first tile of queries that sees these keys to behind the last one that sees as far back; the same for all heads.
+    // From the first tile of queries that sees these keys to behind the last one that sees as far
+    // back; the same for all heads.
     const uint32_t first_tile = first / QUERIES;
     uint32_t end_tile = first_tile + 1, none = (call.s + QUERIES - 1) / QUERIES;
     while (end_tile < none) {
@@ -73,7 +79,8 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     if (DV) clear(dv);
     for (uint32_t step = 0; step < steps; step++) {
         copies_wait<0>();
-        __syncthreads(); // this step's queries are there; nobody reads those of the step before any more
+        // this step's queries are there; nobody reads those of the step before any more
+        __syncthreads();
         if (step + 1 < steps) fetch(step + 1);
         copies_commit();
         uint16_t *const query_tile = query_tiles + step % 2 * QUERIES * ROW<DIM>, *const dout_tile = dout_tiles + step % 2 * QUERIES * ROW<DIM>;
@@ -171,7 +178,8 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
     clear(dq);
     for (uint32_t tile = first_tile; tile < end_tile; tile++) {
         copies_wait<0>();
-        __syncthreads(); // this tile's keys and values are there; nobody reads the last ones any more
+        // this tile's keys and values are there; nobody reads the last ones any more
+        __syncthreads();
         if (tile + 1 < end_tile) fetch(tile + 1);
         copies_commit();
         uint16_t *const key_tile = key_tiles + tile % 2 * KEYS * ROW<DIM>, *const value_tile = value_tiles + tile % 2 * KEYS * ROW<DIM>;

@@ -1,10 +1,13 @@
-// Gradients of queries, keys and values of attention in one pass, for Hopper, heads of 64 columns: scores and their weights are made once, where the two kernels
-// of attention_dkdv_sm90a.cu and attention_dq_sm90a.cu make them twice, so five products stand for seven.
+// Gradients of queries, keys and values of attention in one pass, for Hopper, heads of 64 columns:
+// scores and their weights are made once, where the two kernels of attention_dkdv_sm90a.cu and
+// attention_dq_sm90a.cu make them twice, so five products stand for seven.
 //
-// Two warpgroups compute as in the former of those, and leave what they make of each tile of queries, its slants, in shared memory. A third one multiplies these
-// with the keys and adds that to sums in memory: those of a tile of queries, in the order of the tiles of keys, so that their bits are always the same. Whoever has the
-// last tile of keys that the queries see finishes the gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile does, so three
-// warps do nothing else.
+// Two warpgroups compute as in the former of those, and leave what they make of each tile of
+// queries, its slants, in shared memory. A third one multiplies these with the keys and adds that
+// to sums in memory: those of a tile of queries, in the order of the tiles of keys, so that their
+// bits are always the same. Whoever has the last tile of keys that the queries see finishes the
+// gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile
+// does, so three warps do nothing else.
 #include "between_blocks.cuh"
 #include "gradients_of_keys.cuh"
 
@@ -15,14 +18,16 @@ constexpr int DIM = 64;
 constexpr uint32_t SLANTS = 4;
 /// Tiles of queries whose turns may be known ahead, or not yet told of.
 constexpr uint32_t TURNS = 4;
-/// Registers of the threads: of the warpgroup that has tiles copied, of those two, and of the third; 512 in all.
+/// Registers of the threads: of the warpgroup that has tiles copied, of those two, and of the
+/// third; 512 in all.
 constexpr int OF_COPIES = 32, OF_KEYS = 200, OF_QUERIES = 80;
 
 /// Of a block, at multiples of 1024 bytes.
 struct Block : Shared<DIM, 2> {
     static constexpr uint32_t SLANTS_BYTES = SLANTS * 2 * TILE, ROWS_BYTES = TILE;
     unsigned char *slants, *rows;
-    /// Of slants; then, of each tile of queries: that it is this block's turn, that it has added, and that the next one was told.
+    /// Of slants; then, of each tile of queries: that it is this block's turn, that it has added,
+    /// and that the next one was told.
     uint64_t *slants_full, *slants_empty, *turn, *added, *told;
 
     __device__ __forceinline__ explicit Block(unsigned char *memory) : Shared<DIM, 2>(memory + SLANTS_BYTES + ROWS_BYTES) {
@@ -90,14 +95,16 @@ struct Order {
         : own(work.first / (2 * ROWS)), first(from / (2 * ROWS)), last(tile / 2),
           number((work.sample * call.groups * call.heads_per_group + head) * ((call.s + ROWS - 1) / ROWS) + tile) {}
 
-    /// Whether the queries see these keys; if the table of first keys falls, it may be that they do not.
+    /// Whether the queries see these keys; if the table of first keys falls, it may be that they do
+    /// not.
     __device__ __forceinline__ bool counts() const { return own >= first; }
     __device__ __forceinline__ bool begins() const { return own == first; }
     __device__ __forceinline__ bool ends() const { return own == last; }
 };
 
-/// Calls `each` for every tile that comes, in their order, with its piece of work, its head within the group, its number, of all that the block takes, and how it stands
-/// in the order; and lets go what stays.
+/// Calls `each` for every tile that comes, in their order, with its piece of work, its head within
+/// the group, its number, of all that the block takes, and how it stands in the order; and lets go
+/// what stays.
 template <class F>
 DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32_t tiles, uint32_t all, uint32_t section, const F &each) {
     Turn<Block::STAYS> stay;
@@ -106,7 +113,8 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
         const uint32_t number = uniform(shared.numbers[stay.slot()]);
         if (number >= all) break;
         const KeyWork work(call, number, tiles, section);
-        // The first key that a tile's queries see, which comes from memory where there are documents: asked for a tile ahead.
+        // The first key that a tile's queries see, which comes from memory where there are
+        // documents: asked for a tile ahead.
         uint32_t next_from = first_key(call, work.sample, (work.end_tile - 1) * ROWS);
         for (uint32_t tile = work.end_tile; tile-- > work.first_tile;) {
             const uint32_t from = uniform(next_from);
@@ -129,7 +137,8 @@ DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uin
                       });
 }
 
-/// By a warp: tells the next one of turns that are over, of every other one: a fence takes about as long as a tile.
+/// By a warp: tells the next one of turns that are over, of every other one: a fence takes about as
+/// long as a tile.
 DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers, uint32_t tiles, uint32_t all, uint32_t section, uint32_t which) {
     static_assert(TURNS % 2 == 0, "a slot is always the same warp's");
     tiles_of_all_work(call, shared, tiles, all, section,
@@ -156,8 +165,8 @@ DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t ke
     products_touch(c);
 }
 
-/// Gradients of queries: what the block's keys have in them is added to `sums`, of every tile of queries as the threads of a warpgroup have it, and finished ones go
-/// to `dqkv`.
+/// Gradients of queries: what the block's keys have in them is added to `sums`, of every tile of
+/// queries as the threads of a warpgroup have it, and finished ones go to `dqkv`.
 template <class E>
 DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uint16_t *dqkv, float4 *sums, uint32_t tiles, uint32_t all,
                                  uint32_t section, const Rotation &rotation) {
@@ -209,7 +218,8 @@ DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const Tens
     DYNAMIC_SHARED(memory);
     const Block shared(memory);
     const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL, all = tiles * call.groups * call.b;
-    // The number of pieces of work, one more that is not used here, and whose turn it is at every tile of queries of every head.
+    // The number of pieces of work, one more that is not used here, and whose turn it is at every
+    // tile of queries of every head.
     uint32_t *const numbers = next + 2;
     shared.make_barriers();
     const uint32_t warpgroup = uniform(threadIdx.x / 128);

@@ -1,7 +1,9 @@
-// Attention of new tokens over the keys and values of all tokens so far (Dao et al. 2023, Flash-Decoding): blocks take pieces of the
-// positions, so that few sequences still keep all multiprocessors reading, and a second kernel joins the pieces in their order.
+// Attention of new tokens over the keys and values of all tokens so far (Dao et al. 2023,
+// Flash-Decoding): blocks take pieces of the positions, so that few sequences still keep all
+// multiprocessors reading, and a second kernel joins the pieces in their order.
 //
-// Bound by memory: a key or value is read once for all the query heads of its group, eight of them at a time.
+// Bound by memory: a key or value is read once for all the query heads of its group, eight of them
+// at a time.
 #include "attention.cuh"
 
 namespace {
@@ -15,7 +17,8 @@ constexpr uint32_t HEADS = 8;
 constexpr uint32_t SHARE = 8;
 constexpr uint32_t WIDEST = 256;
 
-/// Offset in the cache `[positions, b, groups · 2 · head_dim]` of a group's key at a position; its value follows.
+/// Offset in the cache `[positions, b, groups · 2 · head_dim]` of a group's key at a position; its
+/// value follows.
 DEVICE size_t key_at(const Attention &call, uint32_t position, uint32_t sample, uint32_t group) {
     return ((static_cast<size_t>(position) * call.b + sample) * call.groups + group) * 2 * call.head_dim;
 }
@@ -36,8 +39,9 @@ DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, ui
     return (statistics_at(call, sample, head) + token) * pieces + piece;
 }
 
-/// Σ weight · value of `keys` values of a piece for `heads` heads, to `to[h · of_head + column]`. Threads side by side read a value by vectors, as many
-/// values at a time as there are threads for; the sums of those slots are added in their order, by way of `joined`. `values` is the first one,
+/// Σ weight · value of `keys` values of a piece for `heads` heads, to `to[h · of_head + column]`.
+/// Threads side by side read a value by vectors, as many values at a time as there are threads for;
+/// the sums of those slots are added in their order, by way of `joined`. `values` is the first one,
 /// `stride` elements before the next.
 template <class T>
 DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, const float (&weights)[HEADS][PIECE], uint32_t heads,
@@ -85,8 +89,9 @@ DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, con
     }
 }
 
-/// One piece of the positions, for some heads of a group: of their weights 2^(score − maximum) the maximum and the sum go to
-/// `[…][pieces][2]`, the weighed values, not divided by the sum, to `[…][pieces][head_dim]`.
+/// One piece of the positions, for some heads of a group: of their weights 2^(score − maximum) the
+/// maximum and the sum go to `[…][pieces][2]`, the weighed values, not divided by the sum, to
+/// `[…][pieces][head_dim]`.
 template <class T>
 DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const uint32_t *starts, float *statistics, float *sums) {
     SHARED(float, queries, [HEADS][WIDEST]);

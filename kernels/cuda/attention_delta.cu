@@ -1,17 +1,19 @@
-// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights: some lanes of a warp per row of a head.
+// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights:
+// some lanes of a warp per row of a head.
 #include "attention.cuh"
 
 namespace {
 
-/// `lanes`, a power of two up to 32, have a row. `next` are numbers that the kernels behind this one count in: as many as there are rows and two more, at most, are
-/// cleared for them.
+/// `lanes`, a power of two up to 32, have a row. `next` are numbers that the kernels behind this
+/// one count in: as many as there are rows and two more, at most, are cleared for them.
 template <class T>
 DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t cleared, uint32_t lanes) {
     const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
     for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < cleared; i += threads) next[i] = 0;
     const uint32_t lane = threadIdx.x % lanes, heads = call.groups * call.heads_per_group;
     const uint64_t rows = static_cast<uint64_t>(call.s) * call.b * heads;
-    const uint64_t row = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes; // (position, sample, head)
+    // (position, sample, head)
+    const uint64_t row = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
     float sum = 0.0f;
     if (row < rows) {
         dout += row * call.head_dim;

@@ -10,7 +10,8 @@ struct OfKeys {
     static constexpr uint32_t CONSUMERS = 2;
     /// Of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 0;
-    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
+    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp
+    /// that writes statistics.
     static constexpr uint32_t STAY_ARRIVALS = 1, ARRIVALS = 1 + 32;
     __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups; }
 

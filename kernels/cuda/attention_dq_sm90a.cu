@@ -43,7 +43,8 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
     barrier_arrive(shared.stay_full + stay.slot());
 }
 
-/// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys and values.
+/// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys
+/// and values.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
                                  const Rotation &rotation) {
@@ -67,8 +68,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), which);
         const Statistics &statistics = shared.statistics[stay.slot() * CONSUMERS + which];
         const uint32_t seen_by_all = uniform(statistics.from[ROWS - 1]);
-        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries alone. No tile before those that are copied, should the
-        // table fall.
+        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries
+        // alone. No tile before those that are copied, should the table fall.
         const uint32_t first_tile = max(work.first_tile, uniform(statistics.from[0]) / ROWS);
         const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
@@ -166,12 +167,14 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
 
 /// Gradients of queries, of a tile of queries of a head each.
 struct OfQueries {
-    /// Of narrow heads three warpgroups have room, whose products then wait less for each other's weights.
+    /// Of narrow heads three warpgroups have room, whose products then wait less for each other's
+    /// weights.
     template <int DIM>
     static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2;
     /// Of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 1;
-    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp that writes statistics.
+    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp
+    /// that writes statistics.
     static constexpr uint32_t STAY_ARRIVALS = 1 + 32, ARRIVALS = 1;
     __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups * call.heads_per_group; }
 

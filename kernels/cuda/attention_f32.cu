@@ -1,7 +1,9 @@
-// Attention forward and backward for f32, by multiplications and additions of f32: tensor cores would round operands to 11 bits.
+// Attention forward and backward for f32, by multiplications and additions of f32: tensor cores
+// would round operands to 11 bits.
 //
-// The same passes as for 16-bit tensors, over square tiles in shared memory. Of 256 threads, thread 16y + x has rows y, y + 16 … and
-// columns x, x + 16 … of a tile of scores, and of a product with values the same rows and columns 4x …, 4x + 64 …
+// The same passes as for 16-bit tensors, over square tiles in shared memory. Of 256 threads, thread
+// 16y + x has rows y, y + 16 … and columns x, x + 16 … of a tile of scores, and of a product with
+// values the same rows and columns 4x …, 4x + 64 …
 #include "attention.cuh"
 
 namespace {
@@ -10,7 +12,8 @@ namespace {
 template <int DIM>
 constexpr int TILE = DIM <= 128 ? 32 : 16;
 
-/// Elements from one row of DIM columns to the next: eight rows begin in eight different sixteenths of a line of banks.
+/// Elements from one row of DIM columns to the next: eight rows begin in eight different sixteenths
+/// of a line of banks.
 template <int DIM>
 constexpr int STEP = DIM + 4;
 
@@ -20,7 +23,8 @@ struct Rows {
     size_t stride;
 };
 
-/// Copies the rows of a tile from `first` on, zeros behind the sequence's end and behind the last column.
+/// Copies the rows of a tile from `first` on, zeros behind the sequence's end and behind the last
+/// column.
 template <int DIM>
 DEVICE void load(float *tile, const Rows &rows, uint32_t first, const Attention &call) {
     for (uint32_t i = threadIdx.x; i < TILE<DIM> * DIM; i += blockDim.x) {
@@ -69,7 +73,8 @@ struct Columns {
         for (int c = 0; c < DIM / 64; c++) of[i][c] = {of[i][c].x * factor, of[i][c].y * factor, of[i][c].z * factor, of[i][c].w * factor};
     }
 
-    /// += weights · rows of `b`, where the weight of row r and row k of b is at `weights[r · across + k · along]`.
+    /// += weights · rows of `b`, where the weight of row r and row k of b is at `weights[r · across
+    /// + k · along]`.
     __device__ __forceinline__ void add(const float *weights, int across, int along, const float *b) {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
 #pragma unroll 4
@@ -87,7 +92,8 @@ struct Columns {
         }
     }
 
-    /// Writes rows from `first` on, but none behind the sequence's end, and of their columns those there are.
+    /// Writes rows from `first` on, but none behind the sequence's end, and of their columns those
+    /// there are.
     __device__ __forceinline__ void store(float *to, size_t stride, uint32_t first, const Attention &call) const {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
 #pragma unroll
@@ -262,7 +268,8 @@ DEVICE void gradients_of_keys(const Attention &call, const float *dout, const fl
         const Head of_head(call, sample, head);
         const size_t statistics = statistics_at(call, sample, head);
         for (uint32_t query = first; query < call.s; query += T) {
-            if (first_key(call, sample, query) >= first + T) break; // nor do later ones see these keys
+            // nor do later ones see these keys
+            if (first_key(call, sample, query) >= first + T) break;
             __syncthreads();
             load<DIM>(shared.queries, part(j), query, call);
             load<DIM>(shared.dout, Rows{dout + out_at(call, sample, head), out_stride(call)}, query, call);

@@ -1,12 +1,14 @@
-// Attention forward for bf16 and f16: a block takes a tile of queries of one head and goes once over the keys that they see, with an
-// online softmax in registers (Dao 2023, FlashAttention-2). Keys and values arrive by cp.async while the other's product runs.
+// Attention forward for bf16 and f16: a block takes a tile of queries of one head and goes once
+// over the keys that they see, with an online softmax in registers (Dao 2023, FlashAttention-2).
+// Keys and values arrive by cp.async while the other's product runs.
 #include "mma.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
 namespace {
 
-/// Weights of a tile, dropped where dropout says so, and rounded. `query` and `key` are the first of this warp and of the tile.
+/// Weights of a tile, dropped where dropout says so, and rounded. `query` and `key` are the first
+/// of this warp and of the tile.
 template <class E, int M, int N, bool DROP>
 DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t query, uint32_t key, float (&scores)[M][N][4], uint32_t (&weights)[M][N][2]) {
 #pragma unroll

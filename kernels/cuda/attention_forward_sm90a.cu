@@ -1,9 +1,12 @@
-// Attention forward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout (Shah et al. 2024, FlashAttention-3).
+// Attention forward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout (Shah et
+// al. 2024, FlashAttention-3).
 //
-// A warp of a block's first warpgroup has boxes of queries, keys and values copied, some tiles ahead; the other warpgroups, three for heads of
-// 64 columns and two for those of 128, take 64 queries each, multiply asynchronously from shared memory, and take turns: while one's products run
-// the others make weights, which takes narrow heads longer than their products do. Within a warpgroup, too, the product with a tile's values
-// runs beside that with the next tile's keys and its softmax. Blocks stay and take one tile of queries after another, from the longest ones on, as
+// A warp of a block's first warpgroup has boxes of queries, keys and values copied, some tiles
+// ahead; the other warpgroups, three for heads of 64 columns and two for those of 128, take 64
+// queries each, multiply asynchronously from shared memory, and take turns: while one's products
+// run the others make weights, which takes narrow heads longer than their products do. Within a
+// warpgroup, too, the product with a tile's values runs beside that with the next tile's keys and
+// its softmax. Blocks stay and take one tile of queries after another, from the longest ones on, as
 // long as there are any; the next tile's copies begin while the last one's result is still written.
 #include "softmax.cuh"
 #include "warpgroups.cuh"
@@ -50,15 +53,17 @@ struct Shared {
 template <int DIM>
 using Work = QueryWork<Block<DIM>::QUERIES, KEYS>;
 
-/// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first` on.
+/// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first`
+/// on.
 template <int DIM, int ROWS>
 DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
     barrier_expect(full, Tile<ROWS, DIM>::BYTES);
     copy_tile<ROWS, DIM, Block<DIM>::BOX>(to, map, first, part, sample, full);
 }
 
-/// The warp that takes pieces of work and has everything copied. All of it, though one thread copies: what a warp has in common lies in uniform
-/// registers, without which the 24 of each thread do not do.
+/// The warp that takes pieces of work and has everything copied. All of it, though one thread
+/// copies: what a warp has in common lies in uniform registers, without which the 24 of each thread
+/// do not do.
 template <int DIM>
 DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t *next, uint32_t tiles, uint32_t all,
                     uint32_t section) {
@@ -96,7 +101,8 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
 template <class E, int DIM>
 struct Consumer {
     static constexpr uint32_t TILE = Shared<DIM>::TILE, QUERIES = Block<DIM>::QUERIES;
-    // Narrow heads have gathered a tile's values by the time that the next one's maxima are known. Correcting and rounding then take turns with exponentials.
+    // Narrow heads have gathered a tile's values by the time that the next one's maxima are known.
+    // Correcting and rounding then take turns with exponentials.
     static constexpr bool GATHERED_SOON = DIM == 64;
     const Attention &call;
     const Shared<DIM> &shared;
@@ -141,7 +147,8 @@ struct Consumer {
         release(shared.values_empty + slot);
     }
 
-    /// Lets tiles go of which none of these queries sees anything, when they are there: earlier, the places' next tiles could be taken for them.
+    /// Lets tiles go of which none of these queries sees anything, when they are there: earlier,
+    /// the places' next tiles could be taken for them.
     __device__ __forceinline__ void pass(uint32_t tiles) {
 #pragma unroll 1
         for (; tiles > 0; tiles--, turn.count++) {

@@ -1,7 +1,7 @@
 // Sums of columns in two stages, for gradients of biases and of norms' parameters.
 //
-// First every block sums a share of the rows of its columns; then the shares' sums are added up in order, and added to the gradient. Both
-// orders depend on the shape alone.
+// First every block sums a share of the rows of its columns; then the shares' sums are added up in
+// order, and added to the gradient. Both orders depend on the shape alone.
 #include "device.cuh"
 
 constexpr int LANES = 32;   // of a block, next to each other in a row
@@ -9,7 +9,8 @@ constexpr int SLICES = 8;   // of a block that sums rows, with every eighth row 
 constexpr int GROUPS = 32;  // of a block that adds up shares, with every 32nd share each
 constexpr int FLIGHT = 8;   // loads that a thread waits for together
 
-// partials[share][c] = Σ x[row][c] over the rows of the share; x is [rows, n]. A thread takes V neighbouring columns.
+// partials[share][c] = Σ x[row][c] over the rows of the share; x is [rows, n]. A thread takes V
+// neighbouring columns.
 template <class T, int V, class Load>
 DEVICE void column_sums(const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share, Load load) {
     SHARED(float, sums, [SLICES][V][LANES]);
@@ -37,7 +38,8 @@ DEVICE void column_sums(const T *x, float *partials, uint32_t rows, uint32_t n, 
 #pragma unroll
     for (int i = 0; i < V; i++) sums[slice][i][lane] = sum[i];
     __syncthreads();
-    // The threads share the columns anew: thread t has the columns t, t + 256, … of the block's V·32.
+    // The threads share the columns anew: thread t has the columns t, t + 256, … of the block's
+    // V·32.
     for (uint32_t j = threadIdx.x; j < V * LANES; j += blockDim.x) {
         const uint32_t column = blockIdx.x * LANES * V + j;
         if (column >= n) continue;
@@ -54,7 +56,8 @@ struct One {
     DEVICE float operator[](int) const { return value; }
 };
 
-// first[c] += Σ partials[p][c] for c < n, and second[c − n] += for those from n on; partials is [shares, width], in f32.
+// first[c] += Σ partials[p][c] for c < n, and second[c − n] += for those from n on; partials is
+// [shares, width], in f32.
 DEVICE void add_up(const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
     SHARED(float, sums, [GROUPS][LANES]);
     const uint32_t lane = threadIdx.x % LANES, group = threadIdx.x / LANES;

@@ -1,13 +1,17 @@
-// Cross entropy over a vocabulary that is cut over ranks (Shoeybi et al. 2019, §3): the pieces between the collectives.
+// Cross entropy over a vocabulary that is cut over ranks (Shoeybi et al. 2019, §3): the pieces
+// between the collectives.
 //
-// Statistics of a row come from one reading of it: every thread keeps the largest logit that it has seen and the sum of exponentials
-// relative to it (Milakov & Gimelshein 2018), and the block joins them in an order that depends on the width alone.
+// Statistics of a row come from one reading of it: every thread keeps the largest logit that it has
+// seen and the sum of exponentials relative to it (Milakov & Gimelshein 2018), and the block joins
+// them in an order that depends on the width alone.
 #include "group.cuh"
 #include "inplace.cuh"
 
-// What two kernels compute has the same bits in both: nothing here is left to the compiler to fuse or not.
+// What two kernels compute has the same bits in both: nothing here is left to the compiler to fuse
+// or not.
 
-/// eˣ in two operations: __expf has three more, for results below the normal numbers, which are 0 here.
+/// eˣ in two operations: __expf has three more, for results below the normal numbers, which are 0
+/// here.
 DEVICE float exponential(float x) { return exp2_fast(__fmul_rn(x, LOG2_E)); }
 
 /// The largest of some numbers, and Σ exp(number − largest); of none, −∞ and 0.
@@ -37,8 +41,9 @@ struct Row {
     float largest, sum;
 };
 
-// Of the first `valid` logits of the block's row. A thread has every blockDim.x-th vector, and adds 16 logits at once as long as it has so many:
-// so the sum's bits do not depend on FLIGHT, the vectors that it waits for together.
+// Of the first `valid` logits of the block's row. A thread has every blockDim.x-th vector, and adds
+// 16 logits at once as long as it has so many: so the sum's bits do not depend on FLIGHT, the
+// vectors that it waits for together.
 template <class T, bool VECTORS, int FLIGHT>
 DEVICE Row read_row(const T *l, uint32_t valid) {
     constexpr int V = VECTOR<T>, GROUP = 16 / V;  // vectors added at once
@@ -90,8 +95,8 @@ DEVICE uint32_t target_column(uint32_t target, uint32_t first_column, uint32_t v
     return target >= first_column ? min(target - first_column, valid) : valid;
 }
 
-// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row] = l_target − max, or 0 where the
-// target is not one of them. A row to a block.
+// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row]
+// = l_target − max, or 0 where the target is not one of them. A row to a block.
 template <class T, bool VECTORS>
 DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums, uint32_t rows, uint32_t v, uint32_t first_column,
                            uint32_t valid) {
@@ -115,7 +120,8 @@ DEVICE void move_sums(float *sums, const float *own, const float *all, const uin
     if (targets[row] >= first_column && targets[row] - first_column < valid) sums[rows + row] += own[row] - all[row];
 }
 
-// total += Σ mask·(ln(Σ exp) − target) over the rows, in f64, in an order that their number alone decides; one block.
+// total += Σ mask·(ln(Σ exp) − target) over the rows, in f64, in an order that their number alone
+// decides; one block.
 DEVICE void sum_losses(double *total, const float *sums, const float *mask, uint32_t rows) {
     SHARED(double, own, [256]);
     double sum = 0.0;
@@ -144,11 +150,13 @@ struct Gradient {
         return column < valid ? g : 0.0f;
     }
 
-    // Whether `count` columns are neither the target nor padding, as nearly all are: then shares are all of it.
+    // Whether `count` columns are neither the target nor padding, as nearly all are: then shares
+    // are all of it.
     DEVICE bool plain(uint32_t column, uint32_t count) const { return column + count <= valid && target - column >= count; }
 };
 
-// The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row blockIdx.y. May be in place.
+// The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row
+// blockIdx.y. May be in place.
 template <class In, class Out, bool VECTORS>
 DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const float *sum_exp, const uint32_t *targets, const float *row_scale,
                      uint32_t v, uint32_t first_column, uint32_t valid) {
@@ -178,12 +186,13 @@ DEVICE void stream_four(T *at, const Vector<T> &v) {
     else __stcs(reinterpret_cast<uint2 *>(at), make_uint2(v.raw.x, v.raw.y));
 }
 
-// Statistics and gradient of whole rows, a row to a block: sums as of `row_statistics`, and what `gradient` makes of them, bit for bit. May be
-// in place.
+// Statistics and gradient of whole rows, a row to a block: sums as of `row_statistics`, and what
+// `gradient` makes of them, bit for bit. May be in place.
 //
-// The row is read twice, but comes from memory once: what a multiprocessor's blocks read lies in its first-level cache still, or in the
-// second-level one, where the rows of all have room. The second reading goes backwards, so that of a row that is too long for a cache
-// the end, which is there, is read before it is pushed out; what it has read and what it writes may go first.
+// The row is read twice, but comes from memory once: what a multiprocessor's blocks read lies in
+// its first-level cache still, or in the second-level one, where the rows of all have room. The
+// second reading goes backwards, so that of a row that is too long for a cache the end, which is
+// there, is read before it is pushed out; what it has read and what it writes may go first.
 template <class Out, int FLIGHT>
 DEVICE void row_at_once(const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, uint32_t rows, uint32_t v,
                         uint32_t first_column, uint32_t valid) {
@@ -228,7 +237,8 @@ DEVICE void row_at_once(const float *logits, const uint32_t *targets, const floa
            const float *row_scale, uint32_t v, uint32_t first_column, uint32_t valid) {                                               \
         gradient<In, Out, VECTORS>(logits, dlogits, max, sum_exp, targets, row_scale, v, first_column, valid);                        \
     }
-// So many blocks have room on a multiprocessor, by their registers: with 16 vectors in flight one, with 8 two, with 4 three.
+// So many blocks have room on a multiprocessor, by their registers: with 16 vectors in flight one,
+// with 8 two, with 4 three.
 #define AT_ONCE(name, Out, BLOCKS, FLIGHT)                                                                                            \
     KERNEL_BOUNDS(512, BLOCKS, name, const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, \
                   uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {                                                 \

@@ -1,9 +1,11 @@
-// Lookup of rows of a vocabulary-parallel embedding, and the gradient of its weight without atomics of floats.
+// Lookup of rows of a vocabulary-parallel embedding, and the gradient of its weight without atomics
+// of floats.
 //
-// Tokens are sorted by the row that they look up, those of one row in their order: first tiles of them (`sort_tile`), then each finds its place
-// among all (`place`). Then every row sums the gradients of its run of tokens. Runs are summed by segments of 64, so that a frequent token does
-// not keep one block busy while the others have nothing to do: rows of one segment are done with that, those of more are joined from the
-// segments' sums, in order.
+// Tokens are sorted by the row that they look up, those of one row in their order: first tiles of
+// them (`sort_tile`), then each finds its place among all (`place`). Then every row sums the
+// gradients of its run of tokens. Runs are summed by segments of 64, so that a frequent token does
+// not keep one block busy while the others have nothing to do: rows of one segment are done with
+// that, those of more are joined from the segments' sums, in order.
 #include "divider.cuh"
 #include "inplace.cuh"
 
@@ -31,8 +33,9 @@ DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, u
     }
 }
 
-// Keys of the tokens of tile blockIdx.x, ascending: a token's row, and below that its number, so that no two are equal. A bitonic sort (Batcher
-// 1968) by half as many threads as a tile has tokens; a last tile with fewer is filled up with what comes behind every key.
+// Keys of the tokens of tile blockIdx.x, ascending: a token's row, and below that its number, so
+// that no two are equal. A bitonic sort (Batcher 1968) by half as many threads as a tile has
+// tokens; a last tile with fewer is filled up with what comes behind every key.
 DEVICE void sort_tile(const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
     SHARED(uint64_t, tile, [TILE]);
     const uint32_t first = blockIdx.x * TILE, size = min(TILE, n - first), t = threadIdx.x;
@@ -55,8 +58,8 @@ DEVICE void sort_tile(const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t 
     for (uint32_t j = t; j < size; j += TILE / 2) keys[first + j] = tile[j];
 }
 
-// The row and the number of the token of every key of sorted tiles, to where it belongs among all: behind those before it in its own tile, and
-// in every other tile those that are smaller.
+// The row and the number of the token of every key of sorted tiles, to where it belongs among all:
+// behind those before it in its own tile, and in every other tile those that are smaller.
 DEVICE void place(const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -100,8 +103,8 @@ DEVICE void find_starts(const uint32_t *sorted, uint32_t *starts, uint32_t n) {
     starts[p] = low;
 }
 
-/// Where the sum of a segment that is not its row's only one waits. Full segments begin at least 64 places apart, and so do those that end a
-/// run after full ones.
+/// Where the sum of a segment that is not its row's only one waits. Full segments begin at least 64
+/// places apart, and so do those that end a run after full ones.
 DEVICE uint64_t slot(uint32_t place, uint32_t length) { return place / SEGMENT * 2 + (length < SEGMENT); }
 
 /// V elements of T, in f32.
@@ -155,8 +158,8 @@ struct Few {
     }
 };
 
-// Sums the segment that begins at place blockIdx.x, if one does: into its row of dweight, or into its slot of `partials` where the row has
-// more segments.
+// Sums the segment that begins at place blockIdx.x, if one does: into its row of dweight, or into
+// its slot of `partials` where the row has more segments.
 template <class T, int V>
 DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts, float *dweight, float *partials,
                         uint32_t n, uint32_t h, uint32_t rows) {
@@ -176,8 +179,8 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
     }
 }
 
-// Adds the segments' sums to dweight's row, of a run of more than one. Such a run has a place that is a multiple of SEGMENT among its first
-// ones: blockIdx.x is the number of that multiple.
+// Adds the segments' sums to dweight's row, of a run of more than one. Such a run has a place that
+// is a multiple of SEGMENT among its first ones: blockIdx.x is the number of that multiple.
 template <int V>
 DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
                           uint32_t rows) {

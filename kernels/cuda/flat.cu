@@ -1,11 +1,12 @@
-// Arithmetic, copies and casts of flat ranges. Bound by memory: a thread has four vectors of 16 bytes in flight.
+// Arithmetic, copies and casts of flat ranges. Bound by memory: a thread has four vectors of 16
+// bytes in flight.
 #include "halves.cuh"
 #include "inplace.cuh"
 
 constexpr int UNROLL = 4;
 
-// Calls whole(at) for the vectors of `V` elements of this thread, UNROLL of them, `distance` apart; one(i) for elements that make no whole
-// vector, or all where operands are not aligned.
+// Calls whole(at) for the vectors of `V` elements of this thread, UNROLL of them, `distance` apart;
+// one(i) for elements that make no whole vector, or all where operands are not aligned.
 template <int V, class Whole, class One>
 DEVICE void each(uint64_t n, bool vectors, Whole whole, One one) {
     const uint64_t distance = static_cast<uint64_t>(blockDim.x) * V;

@@ -1,11 +1,13 @@
 // LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019) of rows of h elements, forward.
 //
-// A row is read once, into registers: of a warp up to 2048 elements, of a block up to 16384. Mean and variance are taken from there, one
-// after the other, so that no digits cancel. Rows that are wider, or that vectors of 16 bytes do not divide, are read once more for each
-// of the two, mostly from L2.
+// A row is read once, into registers: of a warp up to 2048 elements, of a block up to 16384. Mean
+// and variance are taken from there, one after the other, so that no digits cancel. Rows that are
+// wider, or that vectors of 16 bytes do not divide, are read once more for each of the two, mostly
+// from L2.
 #include "group.cuh"
 
-// Rows of up to 32·ELEMENTS elements, one to a warp; or, if WHOLE_BLOCK, up to blockDim.x·ELEMENTS, one to a block.
+// Rows of up to 32·ELEMENTS elements, one to a warp; or, if WHOLE_BLOCK, up to blockDim.x·ELEMENTS,
+// one to a block.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER>
 DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, float *mean_out, float *rstd_out, uint32_t rows, uint32_t h,
                               float eps) {

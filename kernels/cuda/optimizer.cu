@@ -1,10 +1,13 @@
-// Optimizer steps over flat ranges of f32, in place and in one pass, which also rounds the new parameters to the weights that a 16-bit model
-// computes with. Parameters that are bf16 weights and what these lack of f32 (halves.cuh) are put together in registers.
+// Optimizer steps over flat ranges of f32, in place and in one pass, which also rounds the new
+// parameters to the weights that a 16-bit model computes with. Parameters that are bf16 weights and
+// what these lack of f32 (halves.cuh) are put together in registers.
 //
-// AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of every operand in flight. One launch steps
-// many parameters that lie one after the other: a table says where their weight decay changes. The factor on gradients, and whether to step at
-// all, may be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it. AdamW's moments may be kept in bf16, the second rounded
-// stochastically (dither.cuh): another table says by which numbers.
+// AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of
+// every operand in flight. One launch steps many parameters that lie one after the other: a table
+// says where their weight decay changes. The factor on gradients, and whether to step at all, may
+// be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it. AdamW's moments
+// may be kept in bf16, the second rounded stochastically (dither.cuh): another table says by which
+// numbers.
 #include "dither.cuh"
 #include "halves.cuh"
 #include "inplace.cuh"
@@ -44,7 +47,8 @@ struct NoDithers {
     static constexpr bool THERE = false;
 };
 
-// What is fused is written so: an element has the same bits in a vector and by itself, however a range is cut.
+// What is fused is written so: an element has the same bits in a vector and by itself, however a
+// range is cut.
 struct AdamW {
     float grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size;
 
@@ -226,7 +230,8 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
     }
 }
 
-// `P *p, W *weight` are what the launch has of parameters, not all of which `parameters` takes; `M`, `V` what moments are kept in.
+// `P *p, W *weight` are what the launch has of parameters, not all of which `parameters` takes;
+// `M`, `V` what moments are kept in.
 #define LAUNCHED_WITH(P, W) P *p, [[maybe_unused]] W *weight
 #define ADAMW_IN(P, W, suffix, parameters, M, V)                                                                                     \
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \

@@ -1,7 +1,9 @@
-// Rotary position embedding (Su et al. 2021) of packed queries and keys in place, rotating halves as Llama does.
+// Rotary position embedding (Su et al. 2021) of packed queries and keys in place, rotating halves
+// as Llama does.
 //
-// A row of qkv holds, per group, `heads` heads to rotate (its queries and its key) and the value, `head_dim` elements each. A thread
-// takes 16 bytes of a head's first half and the 16 that they are rotated with.
+// A row of qkv holds, per group, `heads` heads to rotate (its queries and its key) and the value,
+// `head_dim` elements each. A thread takes 16 bytes of a head's first half and the 16 that they are
+// rotated with.
 #include "divider.cuh"
 #include "inplace.cuh"
 

@@ -1,11 +1,13 @@
-// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, whose sums are added up with compensation (Neumaier 1974);
-// and what a step makes of the norm that they are of.
+// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, whose sums are
+// added up with compensation (Neumaier 1974); and what a step makes of the norm that they are of.
 //
-// The order of all sums depends on the tensors' sizes alone, so a sum has the same bits wherever its tensor lies.
+// The order of all sums depends on the tensors' sizes alone, so a sum has the same bits wherever
+// its tensor lies.
 #include "device.cuh"
 
 constexpr uint32_t TENSORS = 128;
-constexpr uint32_t BLOCK = 4096;  // elements to a block of 256 threads: four vectors of four to each
+// elements to a block of 256 threads: four vectors of four to each
+constexpr uint32_t BLOCK = 4096;
 constexpr uint32_t THREADS = 256;
 
 /// Tensors of one launch: their addresses, elements, and first blocks.
@@ -38,7 +40,8 @@ DEVICE double over_threads(double v, double *slots) {
     return sum;
 }
 
-// partials[block] = the sum of its elements' squares. Element i of a block is thread i / 4 % 256's, however it is loaded.
+// partials[block] = the sum of its elements' squares. Element i of a block is thread i / 4 % 256's,
+// however it is loaded.
 template <class T>
 DEVICE void partial_sums(const Tensors &tensors, double *partials) {
     SHARED(double, slots, [THREADS / 32]);
@@ -126,8 +129,9 @@ KERNEL(add_in_order, const double *values, uint32_t n, double *sum) {
     if (threadIdx.x == 0) *sum = total;
 }
 
-// From shares of the squared norm of gradients that are `loss_scale` times the loss's: the norm, the factor on them that clips them to
-// `max_norm` (0: never) and takes the scale away, and whether to step (1 or 0). In the CPU's order of operations.
+// From shares of the squared norm of gradients that are `loss_scale` times the loss's: the norm,
+// the factor on them that clips them to `max_norm` (0: never) and takes the scale away, and whether
+// to step (1 or 0). In the CPU's order of operations.
 KERNEL(judge, const double *shares, uint32_t n, float max_norm, double loss_scale, float *verdict) {
     SHARED(double, slots, [THREADS]);
     const double total = in_order(shares, n, slots);

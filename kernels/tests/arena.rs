@@ -90,7 +90,8 @@ fn blocks_hold_what_they_held_when_they_grow_and_shrink_within_the_arena_into_it
             for &other in sizes.iter().cycle().skip(i + 1).step_by(3).take(5) {
                 let layout = Layout::from_size_align(size, align).unwrap();
                 let value = |i: usize| ((i * 31) >> 4) as u8;
-                // SAFETY: blocks are used within their sizes and freed once, with the layouts they have then.
+                // SAFETY: blocks are used within their sizes and freed once, with the layouts they
+                // have then.
                 unsafe {
                     let at = LineAligned.alloc(layout);
                     let behind = block(2 * MB);

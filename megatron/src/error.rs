@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 /// Why a run, or a part of one, cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Settings that are invalid or contradict each other; the message names each number and its source.
+    /// Settings that are invalid or contradict each other; the message names each number and its
+    /// source.
     #[error("{0}")]
     Config(String),
     /// A collective or a message between ranks went wrong without a rank being lost.

@@ -113,7 +113,10 @@ fn require_regular(there: &std::fs::Metadata) -> Result<()> {
     let what = match kind {
         _ if kind.is_file() => return Ok(()),
         _ if kind.is_dir() => {
-            return Err(Error::new(ErrorKind::IsADirectory, "it is a folder, and a file is needed"));
+            return Err(Error::new(
+                ErrorKind::IsADirectory,
+                "it is a folder, and a file is needed",
+            ));
         }
         _ if kind.is_fifo() => "a pipe",
         _ if kind.is_socket() => "a socket",
@@ -191,7 +194,8 @@ mod tests {
         assert_eq!(read_text(&at("good"), 4).unwrap(), "text");
         assert_eq!(read(&at("none"), 4).unwrap_err().kind(), ErrorKind::NotFound);
         open_with(&at("new"), OpenOptions::new().write(true).create_new(true)).unwrap();
-        // Devices of characters take what is written to them, and nothing else does that is no file.
+        // Devices of characters take what is written to them, and nothing else does that is no
+        // file.
         for (path, is_fine) in [
             ("pipe", false),
             ("socket", false),

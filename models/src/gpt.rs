@@ -1,5 +1,6 @@
-//! A GPT-like decoder: GPT-2 style (learned positions, LayerNorm, GELU, biases, tied) and Llama style (rotary positions,
-//! RMSNorm, SwiGLU, grouped queries, untied) are settings of one set of layers.
+//! A GPT-like decoder: GPT-2 style (learned positions, LayerNorm, GELU, biases, tied) and Llama
+//! style (rotary positions, RMSNorm, SwiGLU, grouped queries, untied) are settings of one set of
+//! layers.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -107,7 +108,8 @@ impl Gpt {
             init_std: config.init_method_std,
             output_init_std,
             sequence_parallel,
-            // On a CPU one pass makes it beside its gradient, which costs nothing; the bits are the same.
+            // On a CPU one pass makes it beside its gradient, which costs nothing; the bits are the
+            // same.
             recompute_activation: selective || !computes_ahead(device),
         };
         let vocab = VocabSpec {
@@ -152,8 +154,9 @@ impl Gpt {
     }
 }
 
-/// The slope of each head: a geometric sequence from 2^(−8/n) for n heads, where n is a power of two; otherwise that of the
-/// next lower power of two, then every other slope of the next higher (Press et al. 2022, appendix A.2).
+/// The slope of each head: a geometric sequence from 2^(−8/n) for n heads, where n is a power of
+/// two; otherwise that of the next lower power of two, then every other slope of the next higher
+/// (Press et al. 2022, appendix A.2).
 fn alibi_slopes(heads: usize) -> Vec<f64> {
     let power = if heads.is_power_of_two() { heads } else { heads.next_power_of_two() / 2 };
     let slope = |of: usize, i: usize| 2f64.powf(-8.0 * i as f64 / of as f64);
@@ -182,10 +185,12 @@ impl ModelBuilder for Gpt {
         let fc1 = if c.swiglu { 2 * f } else { f };
         let selective = self.recompute == Recompute::Selective;
         let tp = self.block.attention.tp;
-        // What a CPU never keeps counts as well: it is room for the operands of weight gradients that are delayed.
+        // What a CPU never keeps counts as well: it is room for the operands of weight gradients
+        // that are delayed.
         let activated = if selective { 0 } else { f / tp };
         let activations = self.kept().all as usize + activated;
-        // Gradients of the four products, and their inputs: whole where the stream is cut along the sequence.
+        // Gradients of the four products, and their inputs: whole where the stream is cut along the
+        // sequence.
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
         let layer = |layer: usize| {
             let (attention, all) = (c.attention_flops(layer), c.layer_flops(layer));

@@ -1,4 +1,5 @@
-//! GPT-like models assembled from megatron's layers, the Hugging Face families they come from and go to, and Megatron-LM's checkpoints.
+//! GPT-like models assembled from megatron's layers, the Hugging Face families they come from and
+//! go to, and Megatron-LM's checkpoints.
 
 mod bounds;
 pub mod families;

@@ -1,9 +1,10 @@
-//! A GPT's checkpoint without its ranks: what it is of, which layouts it fits, and the files it has under another one.
+//! A GPT's checkpoint without its ranks: what it is of, which layouts it fits, and the files it has
+//! under another one.
 
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ModelConfig, ParallelConfig, Sources};
+use megatron::config::{ParallelConfig, Sources};
 use megatron::params::StateKind;
 use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
@@ -75,11 +76,12 @@ impl SavedGpt {
         Ok(())
     }
 
-    /// Writes it as `dir/iter_…` as a run under `parallel` would, with the tokenizer and the like beside it; see
-    /// [`checkpoint::reshard`].
+    /// Writes it as `dir/iter_…` as a run under `parallel` would, with the tokenizer and the like
+    /// beside it; see [`checkpoint::reshard`].
     ///
     /// # Errors
-    /// If the layout does not fit, `dir` holds a checkpoint, this one is damaged, or the system refuses.
+    /// If the layout does not fit, `dir` holds a checkpoint, this one is damaged, or the system
+    /// refuses.
     pub fn reshard(
         &self,
         dir: &Path,

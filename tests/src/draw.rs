@@ -30,7 +30,8 @@ impl Random {
     }
 }
 
-/// The seeds to draw from: `runs` of them, unless `RANDOM_RUNS` in the environment has another number, from `RANDOM_SEED`, or 0, on.
+/// The seeds to draw from: `runs` of them, unless `RANDOM_RUNS` in the environment has another
+/// number, from `RANDOM_SEED`, or 0, on.
 ///
 /// # Panics
 /// If one of them is not a number.
@@ -102,7 +103,8 @@ pub fn model(r: &mut Random) -> RunConfig {
     ]);
     let o = &mut config.optimizer;
     o.kind = r.one(&[OptimizerKind::Adam, OptimizerKind::Adam, OptimizerKind::Sgd]);
-    // Some gradients are 0 but for rounding, as those of the keys' biases, which Adam would make as large as all others.
+    // Some gradients are 0 but for rounding, as those of the keys' biases, which Adam would make as
+    // large as all others.
     o.adam_eps = 1e-5;
     o.lr = if o.kind == OptimizerKind::Adam { 1e-3 } else { 0.05 };
     o.clip_grad = r.one(&[0.0, 0.1, 1.0, 100.0]);
@@ -204,8 +206,9 @@ pub fn data(r: &mut Random, config: &mut RunConfig) -> Sources {
     data
 }
 
-/// The largest |a − b| as a share of b, or of 1 where b is less: of a sharp model's few tokens the loss is a small difference of large logits.
-/// Norms of steps that overflow are not finite, in any layout.
+/// The largest |a − b| as a share of b, or of 1 where b is less: of a sharp model's few tokens the
+/// loss is a small difference of large logits. Norms of steps that overflow are not finite, in any
+/// layout.
 pub fn difference(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let both = a.iter().zip(b).filter(|(a, b)| a.is_finite() || b.is_finite());

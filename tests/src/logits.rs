@@ -63,7 +63,8 @@ fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
     assert!(worst < TOLERANCE, "{what}: a logit differs by {worst}");
 }
 
-/// Asserts that the model of `config`, whose weights `load` puts in place, has the logits `expected` for `tokens`.
+/// Asserts that the model of `config`, whose weights `load` puts in place, has the logits
+/// `expected` for `tokens`.
 pub fn assert_logits(
     what: &str,
     config: &RunConfig,

@@ -39,12 +39,14 @@ impl Error {
         }
     }
 
-    /// Whether another try from the last checkpoint would end alike: a step has the same bits every time.
+    /// Whether another try from the last checkpoint would end alike: a step has the same bits every
+    /// time.
     pub fn comes_again(&self) -> bool {
         matches!(self, Self::Run(megatron::Error::Diverged(_)))
     }
 
-    /// Whether this rank failed only because another one did. The supervisor then looks further for the cause.
+    /// Whether this rank failed only because another one did. The supervisor then looks further for
+    /// the cause.
     pub fn blames_a_peer(&self) -> bool {
         matches!(
             self,

@@ -1,7 +1,8 @@
-//! How a process of this program says why it ends: as one line for a reader, or as data for its supervisor.
+//! How a process of this program says why it ends: as one line for a reader, or as data for its
+//! supervisor.
 //!
-//! The supervisor gathers the faults of all ranks and prints one message. A fault travels as a line of standard error that starts
-//! with a control character no other output starts with.
+//! The supervisor gathers the faults of all ranks and prints one message. A fault travels as a line
+//! of standard error that starts with a control character no other output starts with.
 
 use std::io::Write;
 use std::panic::PanicHookInfo;
@@ -13,7 +14,8 @@ use crate::error::Error;
 
 /// Set for ranks whose supervisor reads faults; tells who that is.
 pub const SUPERVISED: &str = "MEGATRON_SUPERVISED";
-/// The value of [`SUPERVISED`] for the supervisor of one of several machines: their launcher is at the other end of its standard streams.
+/// The value of [`SUPERVISED`] for the supervisor of one of several machines: their launcher is at
+/// the other end of its standard streams.
 pub const OVER_STDIN: &str = "stdin";
 /// The exit code after a panic, as Rust's runtime has it.
 pub const PANICKED: u8 = 101;
@@ -71,9 +73,10 @@ pub fn report(error: &Error) {
     Fault { message, blames_a_peer, comes_again: error.comes_again() }.write();
 }
 
-/// Ends this process at once, as one that failed: destructors and what libraries do at a process's exit are left out. Of CUDA and NCCL these
-/// may hang after a failure, or meet threads that still use what they take away. Nothing is lost by it: files are written through before a
-/// failure is reported, and what was printed is flushed here.
+/// Ends this process at once, as one that failed: destructors and what libraries do at a process's
+/// exit are left out. Of CUDA and NCCL these may hang after a failure, or meet threads that still
+/// use what they take away. Nothing is lost by it: files are written through before a failure is
+/// reported, and what was printed is flushed here.
 pub fn leave(code: u8) -> ! {
     // If standard output is gone there is nobody left to tell.
     let _ = std::io::stdout().flush();

@@ -77,7 +77,8 @@ fn run() -> error::Result<u8> {
 /// Why what was printed did not arrive.
 static UNPRINTED: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the program then ends with an error.
+/// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the
+/// program then ends with an error.
 fn print_line(text: &str) {
     writeln!(std::io::stdout(), "{text}").unwrap_or_else(unprinted);
 }

@@ -38,7 +38,8 @@ impl StopSignal {
             let signals = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
             let signals: Vec<i32> = signals.collect();
             if signals.contains(&SIGINT) {
-                // Actions run in the order of registration: the first SIGINT finds the flag not yet set.
+                // Actions run in the order of registration: the first SIGINT finds the flag not yet
+                // set.
                 flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
             }
             for &signal in &signals {

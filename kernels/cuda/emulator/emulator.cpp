@@ -73,7 +73,8 @@ unsigned char *new_stack() {
         std::fprintf(stderr, "the emulator of GPU kernels finds no memory for stacks\n");
         std::abort();
     }
-    mprotect(at, GUARD, PROT_NONE);  // a stack that overflows is a fault rather than another thread's variables
+    // a stack that overflows is a fault rather than another thread's variables
+    mprotect(at, GUARD, PROT_NONE);
     return static_cast<unsigned char *>(at) + GUARD;
 }
 

@@ -1,12 +1,15 @@
 // Runs CUDA kernels on a CPU, for tests where there is no GPU.
 //
-// Every thread of a block is a fiber. It runs until it needs other threads (a barrier, a shuffle, a vote) and goes on when they have
-// arrived; so each kind of synchronization is a meeting of fibers, and a meeting that some never come to is an error that says who waits
-// where. The order in which threads get their turns is chosen by the test: a kernel that reads what another thread writes without a
-// barrier between the two gives other results, or the NaNs that shared memory is filled with before a block starts, in one order or another.
+// Every thread of a block is a fiber. It runs until it needs other threads (a barrier, a shuffle, a
+// vote) and goes on when they have arrived; so each kind of synchronization is a meeting of fibers,
+// and a meeting that some never come to is an error that says who waits where. The order in which
+// threads get their turns is chosen by the test: a kernel that reads what another thread writes
+// without a barrier between the two gives other results, or the NaNs that shared memory is filled
+// with before a block starts, in one order or another.
 //
-// A block runs on one thread of the system, different blocks on several. Kernels must not wait by spinning on memory without
-// `emulator::wait_until`, or, where they wait for another block, `emulator::wait_outside`. They must only wait for blocks that have begun.
+// A block runs on one thread of the system, different blocks on several. Kernels must not wait by
+// spinning on memory without `emulator::wait_until`, or, where they wait for another block,
+// `emulator::wait_outside`. They must only wait for blocks that have begun.
 #pragma once
 
 #include <cmath>
@@ -41,7 +44,8 @@ struct Thread {
     const void *ready_of = nullptr;
     Context context;
     unsigned char *stack = nullptr;
-    /// Copies from global to shared memory that were issued and need not have happened yet, by committed group; the last group is open.
+    /// Copies from global to shared memory that were issued and need not have happened yet, by
+    /// committed group; the last group is open.
     struct Copy {
         void *to;
         const void *from;
@@ -73,7 +77,8 @@ struct Block {
     std::vector<Thread> threads;
     Thread *current = nullptr;
     Context scheduler;
-    /// Counts whatever lets some thread go on: if all wait and nothing is counted, they wait for ever.
+    /// Counts whatever lets some thread go on: if all wait and nothing is counted, they wait for
+    /// ever.
     uint64_t progress = 0;
     /// Whether a thread waits for another block.
     bool outside = false;

@@ -1,4 +1,5 @@
-// Kernels by which the emulator is tested: right ones, and ones with the mistakes that it must find. Not for GPUs.
+// Kernels by which the emulator is tested: right ones, and ones with the mistakes that it must
+// find. Not for GPUs.
 #include "../include/device.cuh"
 
 /// The sum of the threads' numbers, by warps, then by shared memory.

@@ -1,4 +1,5 @@
-// Threads of execution that take turns on one thread of the system: each has a stack, and leaves the processor only where it says so.
+// Threads of execution that take turns on one thread of the system: each has a stack, and leaves
+// the processor only where it says so.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,8 @@ extern "C" void emulator_switch(void **save, void *load);
 
 inline void switch_to(Context &from, Context &to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
 
-/// Has the next switch to `context` call `begin`, which never returns, on the stack that ends at `stack + size`.
+/// Has the next switch to `context` call `begin`, which never returns, on the stack that ends at
+/// `stack + size`.
 inline void prepare(Context &context, unsigned char *stack, size_t size, void (*begin)()) {
     uintptr_t top = (reinterpret_cast<uintptr_t>(stack) + size) & ~static_cast<uintptr_t>(15);
     void **slot = reinterpret_cast<void **>(top);

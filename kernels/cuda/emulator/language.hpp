@@ -1,4 +1,5 @@
-// What nvcc knows by itself, for g++: qualifiers, built-in variables, vector types and intrinsics, in terms of the emulator.
+// What nvcc knows by itself, for g++: qualifiers, built-in variables, vector types and intrinsics,
+// in terms of the emulator.
 #pragma once
 
 #include <algorithm>

@@ -35,8 +35,10 @@ static inline float emulator_float(f16 x) {
 static inline f16 emulator_f16(float x) {
     const uint32_t u = emulator_bits<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
-    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and more round to infinity
-    if (magnitude < 0x38800000u) {  // below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even
+    // 65520 and more round to infinity
+    if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};
+    // below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even
+    if (magnitude < 0x38800000u) {
         const float shifted = emulator_bits<float>(magnitude) + 0.5f;
         return {static_cast<uint16_t>(sign | (emulator_bits<uint32_t>(shifted) - 0x3f000000u))};
     }

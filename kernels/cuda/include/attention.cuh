@@ -1,4 +1,5 @@
-// What all kernels of attention share: where things lie in packed tensors, which keys a query sees, and which weights are dropped.
+// What all kernels of attention share: where things lie in packed tensors, which keys a query sees,
+// and which weights are dropped.
 #pragma once
 
 #include "mma.cuh"
@@ -12,14 +13,16 @@ struct Attention {
     const uint32_t *first_keys;
     /// Per local query head, for powers of two, or null.
     const float *slopes;
-    /// `[b]` global sample numbers, low word first; where `step_on_device`, behind the training step.
+    /// `[b]` global sample numbers, low word first; where `step_on_device`, behind the training
+    /// step.
     const uint2 *samples;
     uint32_t s, b, groups, heads_per_group, head_dim;
     /// Keys that a query sees at most; 0: no limit.
     uint32_t window;
     /// What scores are multiplied with, for powers of two, and for themselves.
     float scale_log2, scale;
-    /// Whether scores are scaled before their maximum is sought: there are slopes, or the scale is not positive.
+    /// Whether scores are scaled before their maximum is sought: there are slopes, or the scale is
+    /// not positive.
     uint32_t tilted;
     /// Whether every row of a head begins at a multiple of 16 bytes.
     uint32_t aligned;
@@ -56,20 +59,23 @@ DEVICE size_t statistics_at(const Attention &call, uint32_t sample, uint32_t hea
     return ((size_t)sample * call.groups * call.heads_per_group + head) * call.s;
 }
 
-/// The first key that a query sees; queries behind the sequence's end see what its last one sees. Does not decrease along the queries.
+/// The first key that a query sees; queries behind the sequence's end see what its last one sees.
+/// Does not decrease along the queries.
 DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query) {
     query = query < call.s ? query : call.s - 1;
     uint32_t first = call.window && query >= call.window ? query + 1 - call.window : 0;
     if (call.first_keys) {
-        // Every query sees itself, whatever the table says: Hopper's kernels would wait for ever for tiles of keys that nobody sees.
+        // Every query sees itself, whatever the table says: Hopper's kernels would wait for ever
+        // for tiles of keys that nobody sees.
         const uint32_t of_document = min(call.first_keys[(size_t)sample * call.s + query], query);
         first = first > of_document ? first : of_document;
     }
     return first;
 }
 
-/// Scales a fragment C of products of queries and keys, and adds the slope's share, if scores are tilted; gives the factor that is left to
-/// apply. `row` and `column` are the fragment's first ones: a query and a key, or, with KEYS_IN_ROWS, a key and a query.
+/// Scales a fragment C of products of queries and keys, and adds the slope's share, if scores are
+/// tilted; gives the factor that is left to apply. `row` and `column` are the fragment's first
+/// ones: a query and a key, or, with KEYS_IN_ROWS, a key and a query.
 template <bool KEYS_IN_ROWS, int N>
 DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[N][4]) {
     if (!call.tilted) return call.scale_log2;
@@ -94,7 +100,8 @@ DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t col
     return scale;
 }
 
-/// The words that decide which weights of a head are dropped: four keys' are those of one Philox block.
+/// The words that decide which weights of a head are dropped: four keys' are those of one Philox
+/// block.
 struct HeadMask {
     uint32_t k0, k1, b, d;
 
@@ -114,12 +121,14 @@ struct HeadMask {
     }
 };
 
-/// The words of a thread's elements of a fragment C [16 queries, 8 keys] whose first query and key are given. A thread has two
-/// neighbouring keys of two queries; two threads share a Philox block, so each computes one and they exchange halves.
+/// The words of a thread's elements of a fragment C [16 queries, 8 keys] whose first query and key
+/// are given. A thread has two neighbouring keys of two queries; two threads share a Philox block,
+/// so each computes one and they exchange halves.
 DEVICE void words_of_queries_by_keys(const HeadMask &mask, uint32_t query, uint32_t key, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, odd = t % 2;
     uint4 block = mask.words(query + g + 8 * odd, key + t / 2 * 4);
-    // The even thread has the lower query's block, the odd one the upper's; each wants its two keys of both.
+    // The even thread has the lower query's block, the odd one the upper's; each wants its two keys
+    // of both.
     uint32_t first = __shfl_xor_sync(~0u, odd ? block.x : block.z, 1);
     uint32_t second = __shfl_xor_sync(~0u, odd ? block.y : block.w, 1);
     words[0] = odd ? first : block.x;
@@ -128,16 +137,19 @@ DEVICE void words_of_queries_by_keys(const HeadMask &mask, uint32_t query, uint3
     words[3] = odd ? block.w : second;
 }
 
-/// As above for a fragment C [16 keys, 8 queries]: a thread has keys g and g + 8 of two neighbouring queries, and four threads share
-/// a Philox block of each, so each computes one of the four and they hand round what the others want.
+/// As above for a fragment C [16 keys, 8 queries]: a thread has keys g and g + 8 of two
+/// neighbouring queries, and four threads share a Philox block of each, so each computes one of the
+/// four and they hand round what the others want.
 DEVICE void words_of_keys_by_queries(const HeadMask &mask, uint32_t key, uint32_t query, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, mine = g % 4;
-    // Element i of the four: its query is 2t + i % 2, its key g + 8 · (i / 2). Thread i of the four has all four's words of element i.
+    // Element i of the four: its query is 2t + i % 2, its key g + 8 · (i / 2). Thread i of the four
+    // has all four's words of element i.
     uint4 block = mask.words(query + 2 * t + mine % 2, key + g / 4 * 4 + mine / 2 * 8);
     uint32_t got[4];
 #pragma unroll
     for (uint32_t distance = 0; distance < 4; distance++) {
-        // This thread gives the word of the one `distance` before it, modulo four, and gets its own word of the one `distance` behind.
+        // This thread gives the word of the one `distance` before it, modulo four, and gets its own
+        // word of the one `distance` behind.
         uint32_t to = (mine - distance) % 4, from = (mine + distance) % 4;
         uint32_t low = to & 1 ? block.y : block.x, high = to & 1 ? block.w : block.z;
         uint32_t word = to & 2 ? high : low;

@@ -1,12 +1,15 @@
-// What both kernels of attention's backward for Hopper share (attention_dkdv_sm90a.cu, attention_dq_sm90a.cu), bf16 and f16, heads of 64 or 128
-// columns, without dropout: the two passes of attention_backward.cu by asynchronous products of warpgroups and tensor copies (Shah et al. 2024,
-// FlashAttention-3).
+// What both kernels of attention's backward for Hopper share (attention_dkdv_sm90a.cu,
+// attention_dq_sm90a.cu), bf16 and f16, heads of 64 or 128 columns, without dropout: the two passes
+// of attention_backward.cu by asynchronous products of warpgroups and tensor copies (Shah et al.
+// 2024, FlashAttention-3).
 //
-// A warp of a block's first warpgroup has tiles copied; the others, two or three, keep 64 rows each, of keys and values or of queries and
-// gradients of outputs, and go over tiles of 64 rows of the others. Weights stay in registers as left operands. A tile's scores and
-// gradients of weights are multiplied before what the tile before it adds to the results, which then runs while the weights are made.
-// Blocks stay and take one piece of work after another, from the longest ones on, as long as there are any; where shared memory has room, what
-// stays for the next one is copied meanwhile.
+// A warp of a block's first warpgroup has tiles copied; the others, two or three, keep 64 rows
+// each, of keys and values or of queries and gradients of outputs, and go over tiles of 64 rows of
+// the others. Weights stay in registers as left operands. A tile's scores and gradients of weights
+// are multiplied before what the tile before it adds to the results, which then runs while the
+// weights are made. Blocks stay and take one piece of work after another, from the longest ones on,
+// as long as there are any; where shared memory has room, what stays for the next one is copied
+// meanwhile.
 #pragma once
 
 #include "attention.cuh"
@@ -18,8 +21,9 @@ constexpr uint32_t STAGES = 4;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
 
-/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it sees. Behind the sequence's end queries and
-/// their outputs' gradients are zeros, and so is what they add.
+/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it
+/// sees. Behind the sequence's end queries and their outputs' gradients are zeros, and so is what
+/// they add.
 struct Statistics {
     float lse_log2[ROWS], delta[ROWS];
     uint32_t from[ROWS];
@@ -37,8 +41,8 @@ struct Statistics {
     }
 };
 
-/// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes, each in two kinds (queries or keys;
-/// gradients of outputs or values).
+/// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes,
+/// each in two kinds (queries or keys; gradients of outputs or values).
 template <int DIM, uint32_t CONSUMERS_>
 struct Shared {
     /// Warpgroups that compute, and their rows together.
@@ -71,7 +75,8 @@ struct Shared {
     __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const { return stay + (slot * 2 * CONSUMERS + which) * TILE; }
     __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t which) const { return first_stay(slot, CONSUMERS + which); }
 
-    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes; what stays is let go by `readers` warps.
+    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes; what stays
+    /// is let go by `readers` warps.
     __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals, uint32_t readers = 4 * CONSUMERS) const {
         if (threadIdx.x == 0) {
             for (uint32_t slot = 0; slot < STAYS; slot++) {
@@ -88,7 +93,8 @@ struct Shared {
     }
 };
 
-/// By a warp: takes the next piece of work, when there is room for what stays, and tells of it; false if there is none.
+/// By a warp: takes the next piece of work, when there is room for what stays, and tells of it;
+/// false if there is none.
 template <class Shared>
 DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
     const uint32_t lane = threadIdx.x % 32;
@@ -112,7 +118,8 @@ DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot, cons
     }
 }
 
-/// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the place's next tile could be taken for it.
+/// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the
+/// place's next tile could be taken for it.
 template <class Shared>
 DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
@@ -120,9 +127,10 @@ DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
     turn.count++;
 }
 
-/// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that stay are multiplied from shared memory: in
-/// registers they would be read half as often, for 3% of the time, but ptxas 13.0 gave such operands, of which only products in a loop read,
-/// the registers of others in the same loop.
+/// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that
+/// stay are multiplied from shared memory: in registers they would be read half as often, for 3% of
+/// the time, but ptxas 13.0 gave such operands, of which only products in a loop read, the
+/// registers of others in the same loop.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&scores)[N][4]) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
@@ -141,8 +149,9 @@ DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STA
     products_commit();
 }
 
-/// What turns gradients of rotated queries and keys back (rope.cu): tables of [positions, DIM / 2], and the position of every row [s, b], or nullptr where
-/// row s has position s. Without tables nothing is turned.
+/// What turns gradients of rotated queries and keys back (rope.cu): tables of [positions, DIM / 2],
+/// and the position of every row [s, b], or nullptr where row s has position s. Without tables
+/// nothing is turned.
 struct Rotation {
     const float *cosines, *sines;
     const uint32_t *positions;
@@ -174,7 +183,8 @@ struct Rotation {
     }
 };
 
-/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the other warpgroups compute them.
+/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the
+/// other warpgroups compute them.
 template <class PASS, class E, int DIM>
 DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
                 uint32_t *next, uint32_t section, const Rotation &rotation) {

@@ -1,13 +1,14 @@
-// Blocks that take turns at the same memory, by numbers of which each says whose turn it is. A block may only wait for others that were begun before it: whether
-// later ones ever run while it waits, nobody promises.
+// Blocks that take turns at the same memory, by numbers of which each says whose turn it is. A
+// block may only wait for others that were begun before it: whether later ones ever run while it
+// waits, nobody promises.
 #pragma once
 
 #include "device.cuh"
 
 #ifndef EMULATED
 
-/// Waits until `number` is at least `value`; what its writer had written before is seen then. That empties the first-level cache, so nothing but the looks before
-/// and after the waiting do it.
+/// Waits until `number` is at least `value`; what its writer had written before is seen then. That
+/// empties the first-level cache, so nothing but the looks before and after the waiting do it.
 DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
     for (;;) {
         uint32_t now;

@@ -1,7 +1,9 @@
-// What every kernel begins with, and the only place that knows whether it is compiled for a GPU or for the emulator: qualifiers, types
-// that tensors are stored in, conversions, and loads and stores of 16 bytes.
+// What every kernel begins with, and the only place that knows whether it is compiled for a GPU or
+// for the emulator: qualifiers, types that tensors are stored in, conversions, and loads and stores
+// of 16 bytes.
 //
-// KERNEL(name, parameters…) { … } defines a kernel that Rust launches by its name. Kernels are one-dimensional in threads.
+// KERNEL(name, parameters…) { … } defines a kernel that Rust launches by its name. Kernels are
+// one-dimensional in threads.
 #pragma once
 
 #ifdef EMULATED
@@ -30,11 +32,13 @@ using f16 = __half;
 #define DEVICE __device__ __forceinline__
 #define KERNEL_BOUNDS(threads, blocks, name, ...) extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 #define SHARED(type, name, dimensions) __shared__ type name dimensions
-/// The dynamic shared memory of the launch, aligned to 1024 bytes as tensor copies with swizzling want it.
+/// The dynamic shared memory of the launch, aligned to 1024 bytes as tensor copies with swizzling
+/// want it.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
-/// Kernels of at most 256 threads; KERNEL_BOUNDS(threads, blocks per multiprocessor, name, …) says more.
+/// Kernels of at most 256 threads; KERNEL_BOUNDS(threads, blocks per multiprocessor, name, …) says
+/// more.
 #define KERNEL(name, ...) KERNEL_BOUNDS(256, 1, name, __VA_ARGS__)
 
 /// Calls KERNELS(type, suffix) for every dtype that tensors have on a GPU.
@@ -98,7 +102,8 @@ struct Vector {
 
     DEVICE float operator[](int i) const {
         if constexpr (IS_BF16<T>) {
-            // The second of a pair is where it has to be: taken out by itself it would be shifted there and back.
+            // The second of a pair is where it has to be: taken out by itself it would be shifted
+            // there and back.
             const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
             const uint32_t bits = i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16;
             float value;

@@ -1,4 +1,5 @@
-// Stochastic rounding to bf16 that no layout changes: the random words of `kernels::optimizer::Dither`, bit for bit.
+// Stochastic rounding to bf16 that no layout changes: the random words of
+// `kernels::optimizer::Dither`, bit for bit.
 #pragma once
 
 #include "device.cuh"
@@ -8,7 +9,8 @@ struct Dither {
     uint64_t row, column, width, pitch;
     uint32_t key, unused;
 
-    /// Calls `f` with 0 to `n` − 1 and the words of as many elements from the `at`-th of the range on.
+    /// Calls `f` with 0 to `n` − 1 and the words of as many elements from the `at`-th of the range
+    /// on.
     template <class F>
     DEVICE void words(uint64_t at, int n, F f) const {
         uint64_t first = row, across = column + at;

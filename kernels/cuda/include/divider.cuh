@@ -1,6 +1,7 @@
 // Division by a number that is known before the launch: a multiplication and a shift.
 //
-// Granlund & Montgomery 1994, "Division by Invariant Integers using Multiplication", figure 4.1, for numbers below 2³¹.
+// Granlund & Montgomery 1994, "Division by Invariant Integers using Multiplication", figure 4.1,
+// for numbers below 2³¹.
 #pragma once
 
 #include "device.cuh"

@@ -1,11 +1,13 @@
-// Gradients of keys and values for Hopper: what the kernel for these alone (attention_dkdv_sm90a.cu) and the one for all gradients in one pass
-// (attention_backward_sm90a.cu) share, pieces of work, the warp that has tiles copied, and the warpgroups that compute.
+// Gradients of keys and values for Hopper: what the kernel for these alone
+// (attention_dkdv_sm90a.cu) and the one for all gradients in one pass (attention_backward_sm90a.cu)
+// share, pieces of work, the warp that has tiles copied, and the warpgroups that compute.
 #pragma once
 
 #include "backward_sm90a.cuh"
 
-/// A tile of keys of a group, and the tiles of queries that see some of them, which are the same for all heads. Those are taken from the last one to the
-/// first, all heads' before the next: tiles of keys that are begun at the same time then come to each at the same time.
+/// A tile of keys of a group, and the tiles of queries that see some of them, which are the same
+/// for all heads. Those are taken from the last one to the first, all heads' before the next: tiles
+/// of keys that are begun at the same time then come to each at the same time.
 struct KeyWork {
     uint32_t first, group, sample, first_tile, end_tile;
 
@@ -14,8 +16,9 @@ struct KeyWork {
         first = place.tile * 2 * ROWS;
         group = place.which % call.groups;
         sample = place.which / call.groups;
-        // From the first tile of queries that sees these keys to behind the last one that sees as far back, whatever lies between: should the table of first
-        // keys fall, the other tiles of keys still wait for this one at exactly the tiles of queries that it takes.
+        // From the first tile of queries that sees these keys to behind the last one that sees as
+        // far back, whatever lies between: should the table of first keys fall, the other tiles of
+        // keys still wait for this one at exactly the tiles of queries that it takes.
         first_tile = first / ROWS;
         end_tile = first_tile + 1;
         for (uint32_t end = (call.s + ROWS - 1) / ROWS; end > end_tile; end -= min(32u, end - end_tile)) {
@@ -60,7 +63,8 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
     if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
 }
 
-/// Slants that nobody else wants. `count` is the number of a tile of queries, of all that the block takes.
+/// Slants that nobody else wants. `count` is the number of a tile of queries, of all that the block
+/// takes.
 struct KeptSlants {
     /// Hands over a warp's 16 rows of a tile's slants, rounded.
     __device__ __forceinline__ void hand_over(uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
@@ -68,13 +72,14 @@ struct KeptSlants {
     __device__ __forceinline__ void none(uint32_t) const {}
 };
 
-/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and gradients of outputs. Slants, the gradients of scores by their
-/// weights, are handed to `others`.
+/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and
+/// gradients of outputs. Slants, the gradients of scores by their weights, are handed to `others`.
 template <class E, int DIM, class Others>
 DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
                               const Rotation &rotation, const Others &others) {
-    // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of the gradients of its weights; the results of wide
-    // ones take the registers that those would need.
+    // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of
+    // the gradients of its weights; the results of wide ones take the registers that those would
+    // need.
     constexpr bool BOTH_AHEAD = DIM == 64;
     constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
     const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -93,7 +98,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         clear(dk);
         clear(dv);
         uint32_t tile = 0, in_group = 0, before = 0;
-        // What a thread has of its queries' statistics is asked for before the waits that come before its use.
+        // What a thread has of its queries' statistics is asked for before the waits that come
+        // before its use.
         const auto read = [&](float2 (&of)[N], const float *from) {
 #pragma unroll
             for (uint32_t n = 0; n < N; n++) of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
@@ -198,7 +204,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         }
         weigh();
         if constexpr (BOTH_AHEAD) slant();
-        // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the next: the compiler then moves none of it.
+        // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the
+        // next: the compiler then moves none of it.
         for (uint32_t step = 0; step + 1 < steps; step++) {
             round(step == 0);
             before = turn.slot();
@@ -214,7 +221,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             lower();
             if constexpr (BOTH_AHEAD) {
                 read(delta, shared.statistics[turn.slot()].delta);
-                products_wait<1>(); // the gradients of weights, whose arithmetic then takes turns with the exponentials
+                // the gradients of weights, whose arithmetic then takes turns with the exponentials
+                products_wait<1>();
                 products_touch(gradients);
             }
             weigh();
@@ -231,7 +239,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         release(shared.empty + before);
         next();
         pass_over();
-        // This warp's rows of values are not needed any more: nobody else multiplies them. Keys may be.
+        // This warp's rows of values are not needed any more: nobody else multiplies them. Keys may
+        // be.
         const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
         const uint32_t count = own < call.s ? call.s - own : 0;
         some_wait(1 + half, 128); // but the whole warpgroup has multiplied them

@@ -1,5 +1,5 @@
-// f32 values kept as two halves of 16 bits: the value rounded to bf16, ties away from zero, and what it lacks, signed. As `halves.rs`, bit
-// for bit.
+// f32 values kept as two halves of 16 bits: the value rounded to bf16, ties away from zero, and
+// what it lacks, signed. As `halves.rs`, bit for bit.
 #pragma once
 
 #include "device.cuh"

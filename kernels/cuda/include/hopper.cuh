@@ -1,15 +1,18 @@
-// What Hopper (sm_90a) has for feeding tensor cores without registers: barriers that count bytes (mbarrier), copies of boxes of tensors
-// (cp.async.bulk.tensor, "TMA"), and asynchronous products of whole warpgroups from shared memory (wgmma).
+// What Hopper (sm_90a) has for feeding tensor cores without registers: barriers that count bytes
+// (mbarrier), copies of boxes of tensors (cp.async.bulk.tensor, "TMA"), and asynchronous products
+// of whole warpgroups from shared memory (wgmma).
 //
-// The emulated versions hold what the PTX ISA says of layouts: descriptors are read bit by bit, boxes land swizzled, and both copies and
-// products happen as late as they may, at the wait for them.
+// The emulated versions hold what the PTX ISA says of layouts: descriptors are read bit by bit,
+// boxes land swizzled, and both copies and products happen as late as they may, at the wait for
+// them.
 #pragma once
 
 #include "mma.cuh"
 
-/// A tensor of 16-bit elements of which boxes are copied, as cuTensorMapEncodeTiled makes it: with four dimensions, boxes of 64 elements
-/// (128 bytes) in the first one and of rows in the last, and 16-byte pieces swizzled within each 1024 bytes. Copies want it at a multiple of 64
-/// bytes; CUDA 13's own type has 128.
+/// A tensor of 16-bit elements of which boxes are copied, as cuTensorMapEncodeTiled makes it: with
+/// four dimensions, boxes of 64 elements (128 bytes) in the first one and of rows in the last, and
+/// 16-byte pieces swizzled within each 1024 bytes. Copies want it at a multiple of 64 bytes; CUDA
+/// 13's own type has 128.
 struct alignas(128) TensorMap {
     uint64_t opaque[16];
 };
@@ -17,11 +20,13 @@ struct alignas(128) TensorMap {
 /// Bytes of a row of a swizzled tile.
 constexpr uint32_t SWIZZLED_ROW = 128;
 
-/// Where 16-byte piece `piece` of row `row` is in a tile of such rows that begins at a multiple of 1024 bytes.
+/// Where 16-byte piece `piece` of row `row` is in a tile of such rows that begins at a multiple of
+/// 1024 bytes.
 DEVICE uint32_t swizzled(uint32_t row, uint32_t piece) { return row * SWIZZLED_ROW + (piece ^ row % 8) * 16; }
 
-/// The descriptor of an operand of wgmma in such a tile whose first row is at a multiple of 1024 bytes: [rows, 16] (the 16 along a row), or
-/// [16, columns] (the 16 down the rows), where the columns behind the 64th are in a tile `next` bytes further on.
+/// The descriptor of an operand of wgmma in such a tile whose first row is at a multiple of 1024
+/// bytes: [rows, 16] (the 16 along a row), or [16, columns] (the 16 down the rows), where the
+/// columns behind the 64th are in a tile `next` bytes further on.
 DEVICE uint64_t descriptor(uint32_t address, uint32_t next) {
     const uint64_t leading = next >> 4, stride = 8 * SWIZZLED_ROW >> 4, swizzle_of_128_bytes = 1;
     return (address >> 4 & 0x3FFF) | leading << 16 | stride << 32 | swizzle_of_128_bytes << 62;
@@ -43,8 +48,8 @@ DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/// Keeps the compiler from moving uses of what products write before the wait for them, and what makes it behind `products_begin`, which tells of
-/// memory alone.
+/// Keeps the compiler from moving uses of what products write before the wait for them, and what
+/// makes it behind `products_begin`, which tells of memory alone.
 template <int N>
 DEVICE void products_touch(float (&c)[N][4]) {
 #pragma unroll
@@ -62,16 +67,19 @@ DEVICE void products_touch(uint32_t (&a)[N][4]) {
         for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[n][i])::"memory");
 }
 
-/// Has what `sum` is made of be computed before the wait that follows, beside the products. ptxas otherwise waits first, but not before a
-/// store that needs the sum. That store never happens: no addition gives this NaN, a signalling one.
+/// Has what `sum` is made of be computed before the wait that follows, beside the products. ptxas
+/// otherwise waits first, but not before a store that needs the sum. That store never happens: no
+/// addition gives this NaN, a signalling one.
 DEVICE void computed_before_wait(float sum, uint32_t shared) {
     asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fa00001; @p st.shared.u32 [%1], %0;}" ::"r"(__float_as_uint(sum)), "r"(shared) : "memory");
 }
 
-/// Keeps the compiler from making what depends on `value` earlier, where it would occupy registers from one piece of work to the next.
+/// Keeps the compiler from making what depends on `value` earlier, where it would occupy registers
+/// from one piece of work to the next.
 DEVICE void made_here(uint32_t &value) { asm volatile("" : "+r"(value)); }
 
-/// Makes a barrier of `count` arrivals, by one thread; others see it after `barriers_made` and a barrier of the block.
+/// Makes a barrier of `count` arrivals, by one thread; others see it after `barriers_made` and a
+/// barrier of the block.
 DEVICE void barrier_make(uint64_t *barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -91,7 +99,8 @@ DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-/// Waits until the phase of this parity is complete: that of a barrier's first phase is 0, and of the one before it 1.
+/// Waits until the phase of this parity is complete: that of a barrier's first phase is 0, and of
+/// the one before it 1.
 DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
     asm volatile(
         "{.reg .pred p;\n"
@@ -103,7 +112,8 @@ DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
         : "memory");
 }
 
-/// Begins to copy a box of `map` to shared memory, at a multiple of 1024 bytes; its bytes count for `barrier`.
+/// Begins to copy a box of `map` to shared memory, at a multiple of 1024 bytes; its bytes count for
+/// `barrier`.
 DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t *barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
                      shared_address(to)),
@@ -111,12 +121,14 @@ DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, u
                  : "memory");
 }
 
-/// Has copies and products that begin later see shared memory as this thread's own reads and writes have left it; others are told behind it.
+/// Has copies and products that begin later see shared memory as this thread's own reads and writes
+/// have left it; others are told behind it.
 DEVICE void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-/// A barrier of some warps of a block, by number (1 to 15): waits for `threads` to come, or only comes.
+/// A barrier of some warps of a block, by number (1 to 15): waits for `threads` to come, or only
+/// comes.
 DEVICE void some_wait(uint32_t number, uint32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 DEVICE void some_come(uint32_t number, uint32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 

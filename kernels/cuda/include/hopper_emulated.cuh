@@ -91,7 +91,8 @@ struct EmulatedMap {
 };
 static_assert(sizeof(EmulatedMap) <= sizeof(TensorMap), "room for a map");
 
-/// Copies a box: rows of 128 bytes, whose pieces of 16 bytes trade places by bits 7 to 9 of their addresses; zeros outside of the tensor.
+/// Copies a box: rows of 128 bytes, whose pieces of 16 bytes trade places by bits 7 to 9 of their
+/// addresses; zeros outside of the tensor.
 DEVICE void emulated_box(const HopperState::Box &box) {
     EmulatedMap map;
     memcpy(&map, box.map, sizeof map);
@@ -167,7 +168,8 @@ DEVICE void products_touch(T (&)[N][4]) {}
 DEVICE void computed_before_wait(float, uint32_t) {}
 DEVICE void made_here(uint32_t &) {}
 
-/// An operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and "Strides"; canonical layouts with a swizzle of 128 bytes).
+/// An operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and
+/// "Strides"; canonical layouts with a swizzle of 128 bytes).
 template <class E>
 class EmulatedOperand {
     const unsigned char *const memory = emulator::dynamic_shared();

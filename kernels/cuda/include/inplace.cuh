@@ -1,4 +1,5 @@
-// Loads of what the same thread writes afterwards: not by way of the read-only cache, which `load_vector` uses.
+// Loads of what the same thread writes afterwards: not by way of the read-only cache, which
+// `load_vector` uses.
 #pragma once
 
 #include "device.cuh"

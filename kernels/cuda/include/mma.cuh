@@ -1,11 +1,12 @@
-// Products of 16 × 16 tiles on tensor cores, and the copies that feed them: mma.sync.m16n8k16, ldmatrix, cp.async (sm_80 on).
+// Products of 16 × 16 tiles on tensor cores, and the copies that feed them: mma.sync.m16n8k16,
+// ldmatrix, cp.async (sm_80 on).
 //
-// Which thread holds which element of a fragment is the PTX ISA's ("Matrix fragments for mma.m16n8k16"; "ldmatrix"). With
-// g = lane / 4 and t = lane % 4:
-//   A [16, 16]: register 0 holds (g, 2t), 1 (g + 8, 2t), 2 (g, 2t + 8), 3 (g + 8, 2t + 8), each with its right neighbour;
-//   B [16, 8]:  register 0 holds (2t, g), 1 (2t + 8, g), each with the element below;
-//   C [16, 8]:  0 and 1 are (g, 2t) and its right neighbour, 2 and 3 those of row g + 8.
-// The emulated versions move and multiply the same elements between the same threads.
+// Which thread holds which element of a fragment is the PTX ISA's ("Matrix fragments for
+// mma.m16n8k16"; "ldmatrix"). With g = lane / 4 and t = lane % 4: A [16, 16]: register 0 holds (g,
+// 2t), 1 (g + 8, 2t), 2 (g, 2t + 8), 3 (g + 8, 2t + 8), each with its right neighbour; B [16, 8]:
+// register 0 holds (2t, g), 1 (2t + 8, g), each with the element below; C [16, 8]:  0 and 1 are (g,
+// 2t) and its right neighbour, 2 and 3 those of row g + 8. The emulated versions move and multiply
+// the same elements between the same threads.
 #pragma once
 
 #include "device.cuh"
@@ -78,8 +79,8 @@ __device__ __forceinline__ void F16::mma(float (&c)[4], const uint32_t (&a)[4], 
 /// The address of shared memory as instructions take it.
 DEVICE uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic_to_shared(at); }
 
-/// Four 8 × 8 matrices of 16-bit elements: lane 8m + i gives the address of row i of matrix m (16 bytes, so aligned), and gets the
-/// elements (g, 2t) and (g, 2t + 1) of matrix m in register m.
+/// Four 8 × 8 matrices of 16-bit elements: lane 8m + i gives the address of row i of matrix m (16
+/// bytes, so aligned), and gets the elements (g, 2t) and (g, 2t + 1) of matrix m in register m.
 DEVICE void ldmatrix(uint32_t (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -116,7 +117,8 @@ DEVICE void copy_4(void *to, const void *from, bool valid) {
 /// Ends a group of this thread's copies.
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until all but the last N groups of this thread's copies are complete; other threads see them after a barrier.
+/// Waits until all but the last N groups of this thread's copies are complete; other threads see
+/// them after a barrier.
 template <int N>
 DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -192,7 +194,8 @@ DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
     });
 }
 
-/// Copies land as late as they may, at the wait for them, so that who reads earlier finds what was there before.
+/// Copies land as late as they may, at the wait for them, so that who reads earlier finds what was
+/// there before.
 DEVICE void emulated_copy(void *to, const void *from, size_t bytes, bool valid) {
     if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
         emulator::fail("cp.async: an address that is not aligned to %zu bytes", bytes);

@@ -18,8 +18,8 @@ DEVICE uint4 philox4x32(uint4 c, uint2 key) {
     return c;
 }
 
-/// A dropout key's four words, those of `kernels::dropout::DropoutKey::derive`, of the step (its low word first) and what they are made of
-/// besides it: two words of the seed, layer, site.
+/// A dropout key's four words, those of `kernels::dropout::DropoutKey::derive`, of the step (its
+/// low word first) and what they are made of besides it: two words of the seed, layer, site.
 DEVICE uint4 derive_key(uint4 without_step, uint2 step) {
     return philox4x32(make_uint4(step.x, step.y, without_step.z, without_step.w), make_uint2(without_step.x, without_step.y));
 }

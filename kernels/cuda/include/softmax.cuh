@@ -1,5 +1,6 @@
-// The online softmax of queries whose scores are fragments C: a thread has rows g and g + 8 of each sixteen, and shares a row with three
-// others (Milakov & Gimelshein 2018; as in Dao 2023, FlashAttention-2, a row is divided by its sum at the end only).
+// The online softmax of queries whose scores are fragments C: a thread has rows g and g + 8 of each
+// sixteen, and shares a row with three others (Milakov & Gimelshein 2018; as in Dao 2023,
+// FlashAttention-2, a row is divided by its sum at the end only).
 #pragma once
 
 #include "attention.cuh"
@@ -21,9 +22,10 @@ struct Softmax {
             }
     }
 
-    /// Looks at products with 8 · N keys from `key` on: what was gathered for earlier keys is then to be multiplied by `corrections`. Those with keys that a
-    /// query does not see become −∞. `query` is the warp's first one; `edge` says whether some of these queries do not see all of these keys. Gives the
-    /// factor that is left to apply.
+    /// Looks at products with 8 · N keys from `key` on: what was gathered for earlier keys is then
+    /// to be multiplied by `corrections`. Those with keys that a query does not see become −∞.
+    /// `query` is the warp's first one; `edge` says whether some of these queries do not see all of
+    /// these keys. Gives the factor that is left to apply.
     template <int N>
     __device__ __forceinline__ float raise(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
                                            float (&scores)[M][N][4], float (&corrections)[M][2]) {
@@ -34,7 +36,8 @@ struct Softmax {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    // Relative to the thread's first key, so that those of its others are constants.
+                    // Relative to the thread's first key, so that those of its others are
+                    // constants.
                     const uint32_t row = query + m * 16 + g + half * 8, own = key + 2 * t;
                     const int last = static_cast<int>(row - own), first = static_cast<int>(first_key(call, sample, row) - own);
 #pragma unroll
@@ -91,7 +94,8 @@ struct Softmax {
         weigh(raise(call, slope, sample, query, key, edge, scores, corrections), scores, corrections);
     }
 
-    /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply with.
+    /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply
+    /// with.
     __device__ __forceinline__ void end(const Attention &call, uint32_t sample, uint32_t head, uint32_t query, float kept, float *lse, float (&factors)[M][2]) {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Tiles of rows in shared memory, and products of them on tensor cores.
 //
-// Rows are 16 bytes longer than their elements: eight rows then begin in eight different sixteenths of a line of banks, so ldmatrix meets
-// no conflict.
+// Rows are 16 bytes longer than their elements: eight rows then begin in eight different sixteenths
+// of a line of banks, so ldmatrix meets no conflict.
 #pragma once
 
 #include "mma.cuh"
@@ -22,8 +22,8 @@ struct Rows {
     __device__ __forceinline__ Rows from(size_t offset) const { return {at + offset, stride, count, width, aligned}; }
 };
 
-/// Begins to copy COUNT rows from `first` on into a tile by all THREADS of the block, zeros behind the last row and column. Rows that are
-/// not aligned are copied at once.
+/// Begins to copy COUNT rows from `first` on into a tile by all THREADS of the block, zeros behind
+/// the last row and column. Rows that are not aligned are copied at once.
 template <int COUNT, int DIM, int THREADS>
 DEVICE void copy_rows(uint16_t *tile, const Rows &rows, uint32_t first) {
     constexpr int PIECES = DIM / 8;
@@ -45,7 +45,8 @@ DEVICE void copy_rows(uint16_t *tile, const Rows &rows, uint32_t first) {
     }
 }
 
-/// Writes COUNT rows of a tile that one warp has made to global memory, but none behind the last row and column.
+/// Writes COUNT rows of a tile that one warp has made to global memory, but none behind the last
+/// row and column.
 template <int COUNT, int DIM>
 DEVICE void store_rows(uint16_t *to, const Rows &rows, uint32_t first, const uint16_t *tile) {
     constexpr int PIECES = DIM / 8;
@@ -95,7 +96,8 @@ DEVICE void product_of_rows(float (&c)[M][N][4], const uint16_t *a_tile, int a_r
     }
 }
 
-/// C [M · 16, DIM] += A · B over K rows of B, which lie in a tile; A are weights [M · 16, K] as a product left them, rounded to 16 bits.
+/// C [M · 16, DIM] += A · B over K rows of B, which lie in a tile; A are weights [M · 16, K] as a
+/// product left them, rounded to 16 bits.
 template <class E, int DIM, int M, int K>
 DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weights)[M][K / 8][2], const uint16_t *b_tile) {
     uint32_t lane = threadIdx.x % 32;
@@ -108,7 +110,8 @@ DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weigh
             ldmatrix_transposed(b, b_at + k * 16 * ROW<DIM> + n * 8);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                // What a thread holds of two neighbouring fragments C is what it must hold of one fragment A.
+                // What a thread holds of two neighbouring fragments C is what it must hold of one
+                // fragment A.
                 const uint32_t a[4] = {weights[m][2 * k][0], weights[m][2 * k][1], weights[m][2 * k + 1][0], weights[m][2 * k + 1][1]};
                 E::mma(c[m][n], a, b[0], b[1]);
                 E::mma(c[m][n + 1], a, b[2], b[3]);
@@ -117,8 +120,8 @@ DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weigh
     }
 }
 
-/// Writes C [M · 16, DIM], times a factor per row, rounded, to rows of global memory from `first` on, by way of rows of a tile that only
-/// this warp uses.
+/// Writes C [M · 16, DIM], times a factor per row, rounded, to rows of global memory from `first`
+/// on, by way of rows of a tile that only this warp uses.
 template <class E, int DIM, int M>
 DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own, const float (&c)[M][DIM / 8][4], const float (&factors)[M][2]) {
     uint32_t lane = threadIdx.x % 32;

@@ -1,6 +1,8 @@
-// Tiles of rows in shared memory as tensor copies leave them, and products of them by warpgroups (Hopper).
+// Tiles of rows in shared memory as tensor copies leave them, and products of them by warpgroups
+// (Hopper).
 //
-// A tile's columns lie 64 after another: a box of rows of 128 bytes, whose pieces are swizzled, then the next box.
+// A tile's columns lie 64 after another: a box of rows of 128 bytes, whose pieces are swizzled,
+// then the next box.
 #pragma once
 
 #include "attention.cuh"
@@ -9,7 +11,8 @@
 /// Rows that a warpgroup has of what it computes.
 constexpr uint32_t OWN = 64;
 
-/// Registers of a thread of CONSUMERS warpgroups that compute: what the one that has tiles copied, with 24, leaves of 65536.
+/// Registers of a thread of CONSUMERS warpgroups that compute: what the one that has tiles copied,
+/// with 24, leaves of 65536.
 template <uint32_t CONSUMERS>
 constexpr int REGISTERS = CONSUMERS == 3 ? 160 : 240;
 
@@ -18,7 +21,8 @@ struct Tile {
     static constexpr uint32_t BOX = ROWS * SWIZZLED_ROW, BYTES = DIM / 64 * BOX;
 };
 
-/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes of BOX rows.
+/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes
+/// of BOX rows.
 template <int ROWS, int DIM, int BOX = ROWS>
 DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
     static_assert(ROWS % BOX == 0 && BOX % 8 == 0, "boxes one after the other are as a single one");
@@ -29,18 +33,21 @@ DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, u
             copy_box(to + box * Tile<ROWS, DIM>::BOX + row * SWIZZLED_ROW, map, box * 64, part, sample, first + row, full);
 }
 
-/// What all threads of a warp have alike. Saying so keeps it, and what is made of it, out of their registers.
+/// What all threads of a warp have alike. Saying so keeps it, and what is made of it, out of their
+/// registers.
 DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 
-/// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a 16th of them, which leaves one addition
-/// between products where the address would take ten instructions.
+/// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a
+/// 16th of them, which leaves one addition between products where the address would take ten
+/// instructions.
 DEVICE uint64_t operand(uint32_t address, uint32_t next) { return descriptor(uniform(address), next); }
 
 /// Bytes from a tile's beginning to its columns from 16 · k on.
 template <int ROWS, int DIM>
 DEVICE constexpr uint32_t columns_at(uint32_t k) { return k / 4 * Tile<ROWS, DIM>::BOX + k % 4 * 32; }
 
-/// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of A_ROWS and a tile of N rows.
+/// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of
+/// A_ROWS and a tile of N rows.
 template <class E, int DIM, int A_ROWS, int N>
 DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
     const uint64_t left = operand(a, 16), right = operand(b, 16);
@@ -79,14 +86,16 @@ DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4])
         for (uint32_t i = 0; i < 4; i++) weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-/// Arrives for the warp, whose threads have all read what is given back: an arrival is behind what its own thread did, not others.
+/// Arrives for the warp, whose threads have all read what is given back: an arrival is behind what
+/// its own thread did, not others.
 DEVICE void release(uint64_t *barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-/// Writes a warp's 16 rows, times a factor each, rounded, to `to`, but none from `count` rows on: by way of rows of a tile that only this
-/// warp uses, so that 16 bytes are written at once. The rows begin at a multiple of 1024 bytes.
+/// Writes a warp's 16 rows, times a factor each, rounded, to `to`, but none from `count` rows on:
+/// by way of rows of a tile that only this warp uses, so that 16 bytes are written at once. The
+/// rows begin at a multiple of 1024 bytes.
 template <class E, int ROWS, int DIM>
 DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows, const float (&c)[DIM / 8][4], const float (&factors)[2]) {
     uint32_t lane = threadIdx.x % 32;
@@ -119,8 +128,9 @@ struct Turn {
     __device__ __forceinline__ uint32_t before() const { return (count - 1) % STAGES; }
 };
 
-/// Where the number-th of all pieces of work lies, `tiles` for each of `all` heads (or groups), when blocks take them in this order: heads come
-/// in sections, what whose tiles read in common stays in the second-level cache; within a section the first tiles of all its heads come first.
+/// Where the number-th of all pieces of work lies, `tiles` for each of `all` heads (or groups),
+/// when blocks take them in this order: heads come in sections, what whose tiles read in common
+/// stays in the second-level cache; within a section the first tiles of all its heads come first.
 struct Place {
     uint32_t tile, which;
 
@@ -131,9 +141,10 @@ struct Place {
     }
 };
 
-/// A tile of QUERIES of a head, of which a warpgroup has OWN, and the tiles of KEYS that they see, up to the one before `end`; the last tiles, which take
-/// longest, come first. Where queries do not fill whole tiles, it is the first one that lacks some: it has the fewest keys to go over, and its last
-/// warpgroups nothing to do.
+/// A tile of QUERIES of a head, of which a warpgroup has OWN, and the tiles of KEYS that they see,
+/// up to the one before `end`; the last tiles, which take longest, come first. Where queries do not
+/// fill whole tiles, it is the first one that lacks some: it has the fewest keys to go over, and
+/// its last warpgroups nothing to do.
 template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
     uint32_t first, end_query, head, sample;

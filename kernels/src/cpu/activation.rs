@@ -26,8 +26,9 @@ const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
 
 const GELU_CUBIC: f64 = GELU * 0.044715;
 
-/// x², or as much as serves its readers: from |x| = 22 on the sigmoid of u is 0 or 1 (in f64, too), and u′, which grows with x², must not overflow, since it is
-/// multiplied by 0 there. So gradients are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
+/// x², or as much as serves its readers: from |x| = 22 on the sigmoid of u is 0 or 1 (in f64, too),
+/// and u′, which grows with x², must not overflow, since it is multiplied by 0 there. So gradients
+/// are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
 #[inline(always)]
 fn gelu_square<T: Float>(x: T) -> T {
     let (square, enough) = (x * x, T::of(500.0));
@@ -42,7 +43,8 @@ fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
     sigmoid_of_bits(x * square.fused(cubic, linear))
 }
 
-/// The gradient of x, given x², the sigmoid of u, and the gradient of GELU: dy·(s + x·s·(1 − s)·u′).
+/// The gradient of x, given x², the sigmoid of u, and the gradient of GELU: dy·(s + x·s·(1 −
+/// s)·u′).
 #[inline(always)]
 fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
     let slope = x * square.fused(T::of(3.0 * GELU_CUBIC), T::of(GELU));

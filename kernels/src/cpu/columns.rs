@@ -9,7 +9,8 @@ use crate::tensor::parallel;
 use crate::tensor::simd::{LANES, prefetch, vectorize};
 use crate::tensor::view::{View, expect_dtype, rows_of};
 
-/// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the number of threads.
+/// Rows per partial sum of a reduction over rows; fixed, so that results do not depend on the
+/// number of threads.
 pub(crate) const ROW_BLOCK: usize = 64;
 
 pub fn bias_grad<E: Elem>(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<()> {
@@ -43,7 +44,8 @@ pub fn bias_grad<E: Elem>(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<
 /// Rows that [`bias_grad`] adds to a partial sum in one reading and writing of it, in order.
 const ROWS_AT_ONCE: usize = 8;
 
-/// As [`add`] of each of `rows` in order, with the sums in registers. Asks for the rows `ahead` elements behind.
+/// As [`add`] of each of `rows` in order, with the sums in registers. Asks for the rows `ahead`
+/// elements behind.
 #[inline(always)]
 fn add_rows<E: Elem, const R: usize>(acc: &mut [E::Acc], rows: [&[E]; R], ahead: usize) {
     let n = acc.len();
@@ -71,7 +73,8 @@ fn add<E: Elem>(acc: &mut [E::Acc], x: &[E]) {
     }
 }
 
-/// Sums the columns `first .. first + n` of partial sums of `width` columns in order, and adds the sum to `grad`.
+/// Sums the columns `first .. first + n` of partial sums of `width` columns in order, and adds the
+/// sum to `grad`.
 pub(crate) fn accumulate<T: Float>(
     partials: &[T],
     width: usize,

@@ -28,14 +28,15 @@ fn per_row<T: Float>(
     copied(t, op, what)
 }
 
-/// The column of a target among the first `valid` ones of this rank, whose first has id `first_column`.
+/// The column of a target among the first `valid` ones of this rank, whose first has id
+/// `first_column`.
 #[inline(always)]
 fn target_column(target: u32, first_column: usize, valid: usize) -> Option<usize> {
     (target as usize).checked_sub(first_column).filter(|&column| column < valid)
 }
 
-/// Calls `f` with the number and the logits of every row, and with its element of three results; these make `[rows]` and
-/// `[2, rows]`.
+/// Calls `f` with the number and the logits of every row, and with its element of three results;
+/// these make `[rows]` and `[2, rows]`.
 fn by_row<E: Elem>(
     op: &'static str,
     logits: &Tensor,

@@ -41,7 +41,8 @@ pub fn apply<E: Elem>(
     tensor(y, x.dims(), x)
 }
 
-/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of words and one of factors.
+/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of words and one
+/// of factors.
 fn add_line<'a, E: Elem>(
     x: &[E],
     bias: Option<&[E::Acc]>,

@@ -1,4 +1,5 @@
-//! Sums and maxima of rows over [`LANES`] lanes: always the same tree of additions, on every instruction set.
+//! Sums and maxima of rows over [`LANES`] lanes: always the same tree of additions, on every
+//! instruction set.
 
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::simd::LANES;
@@ -30,7 +31,8 @@ pub fn sum<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     for (acc, &v) in acc.iter_mut().zip(rest) {
         *acc += f(v.load());
     }
-    // LLVM, which sees that the tree adds pairs, would otherwise keep pairs rather than whole vectors, which takes twice as long in bf16.
+    // LLVM, which sees that the tree adds pairs, would otherwise keep pairs rather than whole
+    // vectors, which takes twice as long in bf16.
     tree(std::hint::black_box(acc))
 }
 

@@ -8,7 +8,8 @@ use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::{with_rows_mut, with_slice_mut};
 use crate::tensor::view::{View, copied, expect_dtype, rows_of, tensor, with_last};
 
-/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says: the product, and `plus`, of as many elements, where there is one.
+/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says: the product,
+/// and `plus`, of as many elements, where there is one.
 fn write_forward<E: Elem, C: Elem<Acc = E::Acc>>(
     x: &Tensor,
     w: &Tensor,
@@ -23,7 +24,8 @@ fn write_forward<E: Elem, C: Elem<Acc = E::Acc>>(
     let ((x, x_row), w) = (View::<E>::rows(x, op, "x")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(x.as_ptr(), x_row, 1), Mat(w.as_ptr(), k, 1).t());
     let (shape, y) = ((rows, n, k), Mat(y, y_row, 1));
-    // SAFETY: x is [rows, k], w [n, k], y and plus [rows, n]; the rows of x and y lie as far apart as they say.
+    // SAFETY: x is [rows, k], w [n, k], y and plus [rows, n]; the rows of x and y lie as far apart
+    // as they say.
     unsafe {
         match plus {
             Some(plus) => gemm_plus(shape, y, start, (plus.as_ptr(), n), a, b, all_threads()),
@@ -125,7 +127,8 @@ fn write_dgrad<E: Elem>(
 ) -> Result<()> {
     let ((dy, dy_row), w) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(dy.as_ptr(), dy_row, 1), Mat(w.as_ptr(), k, 1));
-    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy lie as far apart as they say.
+    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy lie as far apart as they
+    // say.
     unsafe { gemm((rows, k, n), Mat(dx, k, 1), Start::Zero, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
@@ -166,7 +169,8 @@ pub fn wgrad<E: Elem>(
     let start = if add { Start::Old } else { Start::Zero };
     with_slice_mut_of::<E::Acc>(dw, op, |dw| {
         let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), E::Acc::ONE);
-        // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the rows of dy and x lie as far apart as they say.
+        // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the rows of dy and x lie as far apart
+        // as they say.
         unsafe { gemm((n, k, rows), dw, start, a, b, one, all_threads()) };
         Ok(())
     })

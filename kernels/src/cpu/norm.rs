@@ -154,7 +154,8 @@ impl<E: Elem> Row<'_, E> {
         )
     }
 
-    /// Σ g·x̂ and Σ g, in one reading of the row with what it adds to `dweight` and, unless that is empty, to `dbias`.
+    /// Σ g·x̂ and Σ g, in one reading of the row with what it adds to `dweight` and, unless that is
+    /// empty, to `dbias`.
     #[inline(always)]
     fn sums(&self, dweight: &mut [E::Acc], dbias: &mut [E::Acc]) -> [E::Acc; 2] {
         let (mut along, mut across) = ([E::Acc::ZERO; LANES], [E::Acc::ZERO; LANES]);

@@ -14,7 +14,8 @@ use crate::tensor::view::{expect_dtype, expect_elements, rows_of};
 const FILE: &str = "cross_entropy";
 /// Threads of a block that makes a row's statistics, at most.
 const ROW_THREADS: usize = 512;
-/// Bytes of rows that a multiprocessor's blocks may be at, if they are several: a hundred of them share a second-level cache of 50 MB.
+/// Bytes of rows that a multiprocessor's blocks may be at, if they are several: a hundred of them
+/// share a second-level cache of 50 MB.
 const BYTES_AT_ONCE: usize = 256 << 10;
 
 impl Columns {
@@ -100,8 +101,8 @@ pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str
     })
 }
 
-/// The gradient of `logits` in their place, or written to `into`, of the same shape and another storage, where that is given: then `logits`
-/// are f32.
+/// The gradient of `logits` in their place, or written to `into`, of the same shape and another
+/// storage, where that is given: then `logits` are f32.
 pub fn backward(
     logits: &Tensor,
     into: Option<&Tensor>,
@@ -143,8 +144,9 @@ pub fn backward(
     })
 }
 
-/// Sums `[2, rows]` and gradient of rows that no other rank has a part of, as [`row_statistics`] and then [`backward`] make them; none, where
-/// there is no kernel for that, with nothing done: of logits that are not f32, or not in vectors.
+/// Sums `[2, rows]` and gradient of rows that no other rank has a part of, as [`row_statistics`]
+/// and then [`backward`] make them; none, where there is no kernel for that, with nothing done: of
+/// logits that are not f32, or not in vectors.
 pub fn fused(
     logits: &Tensor,
     into: Option<&Tensor>,

@@ -92,7 +92,8 @@ pub fn apply(
     Ok(y)
 }
 
-/// From `x` into `y`, which may be `x`, of `rows` rows of `h` elements: plus `[bias, residual]`, those that there are.
+/// From `x` into `y`, which may be `x`, of `rows` rows of `h` elements: plus `[bias, residual]`,
+/// those that there are.
 pub fn launch_add(
     gpu: &Gpu,
     [xs, ys]: [DevicePointer; 2],

@@ -1,5 +1,6 @@
-//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by `cuda/linear.cu`; GELU by its epilogue, and
-//! residuals by the product itself, where that is faster, else by `cuda/activation.cu` and `cuda/dropout.cu`.
+//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by
+//! `cuda/linear.cu`; GELU by its epilogue, and residuals by the product itself, where that is
+//! faster, else by `cuda/activation.cu` and `cuda/dropout.cu`.
 //!
 //! The emulator has no cuBLASLt: there products are the CPU's.
 
@@ -118,7 +119,8 @@ fn is_aligned(at: DevicePointer) -> bool {
     at.address().is_multiple_of(16)
 }
 
-/// `x · wᵀ + bias + residual` into `y`: by the product, which rounds once, where that is faster. Shapes were checked.
+/// `x · wᵀ + bias + residual` into `y`: by the product, which rounds once, where that is faster.
+/// Shapes were checked.
 pub fn forward_add(
     x: &Tensor,
     w: &Tensor,
@@ -160,8 +162,8 @@ pub fn forward_add(
     if rows > 0 && n > 0 { add() } else { Ok(()) }
 }
 
-/// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's argument are multiples of 16 bytes. f32 is left
-/// to the kernels, whose error is known.
+/// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's
+/// argument are multiples of 16 bytes. f32 is left to the kernels, whose error is known.
 fn takes_gelu(dtype: DType, n: usize, operands: &[DevicePointer]) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
         && n.is_multiple_of(8)

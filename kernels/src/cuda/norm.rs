@@ -25,12 +25,14 @@ enum Cut {
     Warp(usize),
     /// A row to a block of so many threads.
     Block(u32),
-    /// A row to a block, in several readings: rows that are too wide, or that vectors do not divide.
+    /// A row to a block, in several readings: rows that are too wide, or that vectors do not
+    /// divide.
     Any,
 }
 
 impl Cut {
-    /// Of rows of `h` elements; `per_lane` lists what kernels for warps there are, `widest` is the last for blocks.
+    /// Of rows of `h` elements; `per_lane` lists what kernels for warps there are, `widest` is the
+    /// last for blocks.
     fn new(h: usize, vectors: bool, per_lane: &[usize], widest: usize) -> Self {
         match per_lane.iter().find(|&&elements| 32 * elements >= h) {
             _ if !vectors => Self::Any,
@@ -56,7 +58,8 @@ impl Cut {
         }
     }
 
-    /// Rows that one block of backward walks, of `rows`: enough blocks for a large GPU, few enough that their sums are cheap to add up.
+    /// Rows that one block of backward walks, of `rows`: enough blocks for a large GPU, few enough
+    /// that their sums are cheap to add up.
     fn share(self, rows: usize) -> usize {
         let (blocks, least) = match self {
             Self::Warp(0..=16) => (528, 8),

@@ -118,8 +118,8 @@ pub fn sgd(
     })
 }
 
-/// Those of each launch: up to [`SEGMENTS`], whose elements together threads' steps divide where that can be, so that the next launch has them in
-/// vectors, too.
+/// Those of each launch: up to [`SEGMENTS`], whose elements together threads' steps divide where
+/// that can be, so that the next launch has them in vectors, too.
 fn chunks(
     mut segments: &[(usize, f32, StochasticRounding)],
 ) -> impl Iterator<Item = &[(usize, f32, StochasticRounding)]> {
@@ -138,7 +138,8 @@ fn chunks(
     })
 }
 
-/// `segments` are of elements, what the kernel does with their weights, and how it rounds second moments.
+/// `segments` are of elements, what the kernel does with their weights, and how it rounds second
+/// moments.
 fn step(
     of: &Operands,
     names: [&'static str; 2],

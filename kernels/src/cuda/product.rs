@@ -1,8 +1,10 @@
-//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, results added to what is there, biases and GELU in the same kernel.
+//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, results added to what is there,
+//! biases and GELU in the same kernel.
 //!
-//! For each kind of product that occurs, cuBLASLt proposes algorithms; the fastest of them on the first operands is kept. (Measuring waits
-//! for the device, once per shape; [`set_tuning`] has the first proposal taken instead, as is done while a graph is captured.)
-//! cuBLAS counts in columns: a row-major `[rows, width]` is its column-major `width × rows`.
+//! For each kind of product that occurs, cuBLASLt proposes algorithms; the fastest of them on the
+//! first operands is kept. (Measuring waits for the device, once per shape; [`set_tuning`] has the
+//! first proposal taken instead, as is done while a graph is captured.) cuBLAS counts in columns: a
+//! row-major `[rows, width]` is its column-major `width × rows`.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -19,19 +21,22 @@ use crate::{Error, Result};
 
 /// Memory that algorithms may use besides operands and result; what NVIDIA recommends for Hopper.
 const WORKSPACE: usize = 32 << 20;
-/// Proposals that are measured, how often all of them, and how often each in a row. A GPU's clocks fall as it works, so they are measured in turns.
+/// Proposals that are measured, how often all of them, and how often each in a row. A GPU's clocks
+/// fall as it works, so they are measured in turns.
 const PROPOSALS: usize = 8;
 const ROUNDS: usize = 4;
 const REPEATS: usize = 3;
 
 static TUNING: AtomicBool = AtomicBool::new(true);
 
-/// Whether algorithms are chosen by measuring them (the default) or are cuBLASLt's first proposal, which is the same in every process.
+/// Whether algorithms are chosen by measuring them (the default) or are cuBLASLt's first proposal,
+/// which is the same in every process.
 pub fn set_tuning(measure: bool) {
     TUNING.store(measure, Ordering::Relaxed);
 }
 
-/// An operand as it is stored: row-major `[rows, columns]`, contiguous; `transposed` if the product takes its transpose.
+/// An operand as it is stored: row-major `[rows, columns]`, contiguous; `transposed` if the product
+/// takes its transpose.
 #[derive(Clone, Copy)]
 pub struct Operand {
     pub at: DevicePointer,
@@ -100,8 +105,9 @@ pub struct Product {
     pub residual: Option<DevicePointer>,
 }
 
-/// All that the choice of an algorithm depends on. Whether the product is added to what is there is not among it: an algorithm sums in one
-/// order, so the first of the products that add to a result gives the same bits whether it is written or added to zeros.
+/// All that the choice of an algorithm depends on. Whether the product is added to what is there is
+/// not among it: an algorithm sums in one order, so the first of the products that add to a result
+/// gives the same bits whether it is written or added to zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     dims: [usize; 3],
@@ -113,7 +119,8 @@ struct Key {
     alignments: [u32; 6],
 }
 
-/// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are as many as shapes in a model.
+/// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are as
+/// many as shapes in a model.
 struct Plan {
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
@@ -227,8 +234,9 @@ impl Product {
         Ok(true)
     }
 
-    /// Whether this product, with its epilogue or residual, is faster than `apart` and the kernels that `rest` queues. Measured once, on operands and
-    /// results as they are, which both ways overwrite; where nothing is measured, whether cuBLASLt has this one.
+    /// Whether this product, with its epilogue or residual, is faster than `apart` and the kernels
+    /// that `rest` queues. Measured once, on operands and results as they are, which both ways
+    /// overwrite; where nothing is measured, whether cuBLASLt has this one.
     ///
     /// # Errors
     /// What cuBLASLt, the driver or `rest` says.
@@ -319,8 +327,9 @@ impl Products {
             (1.0_f32, if product.accumulate || product.residual.is_some() { 1.0_f32 } else { 0.0 });
         let [b, a, c] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(&self.stream);
-        // SAFETY: operands are of the sizes that the layouts say, which the operations have checked; the stream's products use the workspace
-        // one after the other. Scalars are read before the call returns.
+        // SAFETY: operands are of the sizes that the layouts say, which the operations have
+        // checked; the stream's products use the workspace one after the other. Scalars are read
+        // before the call returns.
         unsafe {
             point(plan.description, product.epilogue)?;
             // Columns of cuBLAS are rows here: yᵀ = bᵀ · aᵀ.
@@ -399,7 +408,8 @@ impl Products {
         let mut count = 0;
         let [of_a, of_b, of_y, _, _, of_residual] = product.key().alignments;
         let of_c = if product.residual.is_some() { of_residual } else { of_y };
-        // SAFETY: the objects exist; each attribute has the type that it is documented to have; `found` has the room that is asked for.
+        // SAFETY: the objects exist; each attribute has the type that it is documented to have;
+        // `found` has the room that is asked for.
         let status = unsafe {
             let set = |attribute, value: &dyn Fn() -> (*const c_void, usize)| {
                 let (at, size) = value();

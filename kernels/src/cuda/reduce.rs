@@ -1,4 +1,5 @@
-//! Sums of squares, and arithmetic on (views of) flat buffers on a GPU: `cuda/squares.cu` and `cuda/flat.cu`.
+//! Sums of squares, and arithmetic on (views of) flat buffers on a GPU: `cuda/squares.cu` and
+//! `cuda/flat.cu`.
 
 use candle_core::{DType, Tensor};
 
@@ -120,7 +121,8 @@ pub fn sum_in_order(values: &Tensor, op: &'static str) -> Result<Tensor> {
     Ok(sum)
 }
 
-/// The values of a [`Verdict`](crate::ops::clip::Verdict) from shares of the squared norm, f64 `[n]`.
+/// The values of a [`Verdict`](crate::ops::clip::Verdict) from shares of the squared norm, f64
+/// `[n]`.
 pub fn judge(shares: &Tensor, max_norm: f32, loss_scale: f64, op: &'static str) -> Result<Tensor> {
     let gpu = Gpu::of(shares, op)?;
     let (from, n) = (gpu.input(shares, DType::F64, op, "shares")?, items(op, shares.elem_count())?);

@@ -1,6 +1,8 @@
-//! GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and SwiGLU (Shazeer 2020).
+//! GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and
+//! SwiGLU (Shazeer 2020).
 //!
-//! Products read the results: on a CPU their rows lie a line further apart where they would crowd its caches.
+//! Products read the results: on a CPU their rows lie a line further apart where they would crowd
+//! its caches.
 
 use candle_core::Tensor;
 
@@ -33,7 +35,8 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::backward::<E, Gelu>(dy, x, OP))
 }
 
-/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose forward did not keep it.
+/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose forward
+/// did not keep it.
 ///
 /// # Errors
 /// As [`gelu_backward`].
@@ -70,7 +73,8 @@ pub fn relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::backward::<E, Relu>(dy, x, OP))
 }
 
-/// The gradient of `x` of [`relu`], and `relu(x)` again, bit for bit: for a backward whose forward did not keep it.
+/// The gradient of `x` of [`relu`], and `relu(x)` again, bit for bit: for a backward whose forward
+/// did not keep it.
 ///
 /// # Errors
 /// As [`relu_backward`].
@@ -107,7 +111,8 @@ pub fn squared_relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::backward::<E, SquaredRelu>(dy, x, OP))
 }
 
-/// The gradient of `x` of [`squared_relu`], and `squared_relu(x)` again, bit for bit: for a backward whose forward did not keep it.
+/// The gradient of `x` of [`squared_relu`], and `squared_relu(x)` again, bit for bit: for a
+/// backward whose forward did not keep it.
 ///
 /// # Errors
 /// As [`squared_relu_backward`].
@@ -157,7 +162,8 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::swiglu_backward::<E>(dy, x, f, OP))
 }
 
-/// The gradient of `x` of [`swiglu`], and `swiglu(x)` again, bit for bit: for a backward whose forward did not keep it.
+/// The gradient of `x` of [`swiglu`], and `swiglu(x)` again, bit for bit: for a backward whose
+/// forward did not keep it.
 ///
 /// # Errors
 /// As [`swiglu_backward`].

@@ -1,6 +1,8 @@
-//! Causal grouped-query attention in tiles with an online softmax; only the log-sum-exp is kept for backward.
+//! Causal grouped-query attention in tiles with an online softmax; only the log-sum-exp is kept for
+//! backward.
 //!
-//! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al. 2022 (ALiBi).
+//! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al.
+//! 2022 (ALiBi).
 
 use candle_core::Tensor;
 
@@ -14,14 +16,16 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_apart, expect_dtype, expect_shape};
 use crate::{Error, Result, cpu, on_gpu};
 
-/// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]` of the
-/// [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` holds, per group, its queries, its key, its value.
+/// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]`
+/// of the [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group +
+/// 2)·head_dim]` holds, per group, its queries, its key, its value.
 ///
-/// 16-bit tensors are computed in f32, which is also the log-sum-exp's dtype; probabilities are rounded to the tensors' dtype before
-/// they weigh the values.
+/// 16-bit tensors are computed in f32, which is also the log-sum-exp's dtype; probabilities are
+/// rounded to the tensors' dtype before they weigh the values.
 ///
 /// # Errors
-/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or no float, or the dropout's p is not in [0, 1).
+/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or no float, or the dropout's p
+/// is not in [0, 1).
 pub fn attention<'a>(
     qkv: &Tensor,
     shape: HeadShape,
@@ -40,8 +44,8 @@ pub fn attention<'a>(
     by_elem!(qkv, OP, E => cpu::attention::forward::<E>(qkv, geometry, scores, mask.as_ref(), OP))
 }
 
-/// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned. Probabilities and dropout masks
-/// are computed again.
+/// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned.
+/// Probabilities and dropout masks are computed again.
 ///
 /// # Errors
 /// As [`attention`].
@@ -57,8 +61,9 @@ pub fn attention_backward<'a>(
     Ok(gradients([dout, qkv, out, lse], shape, scores.into(), dropout, None)?.0)
 }
 
-/// As [`attention_backward`], of `dout`, `qkv`, `out` and `lse`: the gradient of what was `qkv` before `rotation` turned its queries and keys. On GPUs of
-/// compute capability 9.0 it comes out of the same kernels, rounded once.
+/// As [`attention_backward`], of `dout`, `qkv`, `out` and `lse`: the gradient of what was `qkv`
+/// before `rotation` turned its queries and keys. On GPUs of compute capability 9.0 it comes out of
+/// the same kernels, rounded once.
 ///
 /// # Errors
 /// As [`attention`] and [`rope_inplace`].
@@ -105,12 +110,14 @@ fn gradients<'a>(
     Ok((dqkv, false))
 }
 
-/// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b, groups·2·head_dim]` and gives
-/// each new query's attention over the positions up to its own: `[n, b, heads·head_dim]`. Sample i's first new token has position
-/// `starts[i]`; what the cache holds from there on is replaced.
+/// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b,
+/// groups·2·head_dim]` and gives each new query's attention over the positions up to its own: `[n,
+/// b, heads·head_dim]`. Sample i's first new token has position `starts[i]`; what the cache holds
+/// from there on is replaced.
 ///
 /// # Errors
-/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or `qkv` is no float.
+/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or
+/// `qkv` is no float.
 pub fn attention_cached<'a>(
     qkv: &Tensor,
     cache: &Tensor,
@@ -145,7 +152,8 @@ pub fn attention_cached<'a>(
     by_elem!(qkv, OP, E => cpu::attention::cached::<E>(qkv, cache, starts, geometry, scores, OP))
 }
 
-/// Operations of the causal half of the product of all queries and keys: s² · d for every head and sample.
+/// Operations of the causal half of the product of all queries and keys: s² · d for every head and
+/// sample.
 fn causal_products(qkv: &Tensor, shape: HeadShape) -> usize {
     let rows = qkv.elem_count() / shape.width().max(1);
     rows * qkv.dims().first().copied().unwrap_or(0) * shape.heads() * shape.head_dim

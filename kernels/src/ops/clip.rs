@@ -1,7 +1,9 @@
-//! Clipping by the norm of the whole gradient, and leaving a step out where that is not finite: decided where the gradients are.
+//! Clipping by the norm of the whole gradient, and leaving a step out where that is not finite:
+//! decided where the gradients are.
 //!
-//! On a GPU the norm, the factor and the decision stay in the device's memory, where the optimizer's kernels find them; the host reads them
-//! when the step has ended, together with the loss.
+//! On a GPU the norm, the factor and the decision stay in the device's memory, where the
+//! optimizer's kernels find them; the host reads them when the step has ended, together with the
+//! loss.
 
 use candle_core::{DType, Tensor};
 
@@ -11,8 +13,9 @@ use crate::tensor::view::expect_dtype;
 use crate::{Result, cpu};
 
 impl Verdict {
-    /// On gradients that are `loss_scale` times the loss's, from shares of the squared norm, f64 `[n]`, which are added in order. With a
-    /// positive `max_norm` the factor is Megatron's: max_norm / (norm + 1e-6), if that is less than one.
+    /// On gradients that are `loss_scale` times the loss's, from shares of the squared norm, f64
+    /// `[n]`, which are added in order. With a positive `max_norm` the factor is Megatron's:
+    /// max_norm / (norm + 1e-6), if that is less than one.
     ///
     /// # Errors
     /// If `shares` is not contiguous or not of f64.

@@ -1,9 +1,10 @@
 //! Cross entropy over a vocabulary that is cut over ranks: the pieces between the collectives.
 //!
-//! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks' maxima, to which [`rebase`]
-//! moves the sums; the sum of all ranks' sums. Then the token's loss is ln(Σ exp) − (target − max), and the gradient needs no
-//! collective. Where one rank has the whole vocabulary, [`cross_entropy_fused`] makes both without asking anyone in between.
-//! Statistics are f32 (f64 for f64 logits), whatever the logits are stored in.
+//! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks'
+//! maxima, to which [`rebase`] moves the sums; the sum of all ranks' sums. Then the token's loss is
+//! ln(Σ exp) − (target − max), and the gradient needs no collective. Where one rank has the whole
+//! vocabulary, [`cross_entropy_fused`] makes both without asking anyone in between. Statistics are
+//! f32 (f64 for f64 logits), whatever the logits are stored in.
 
 use candle_core::Tensor;
 
@@ -23,9 +24,10 @@ fn dims(logits: &Tensor, valid: usize, op: &'static str) -> Result<(usize, usize
     Ok((rows, v))
 }
 
-/// Of each row of `logits [.., v_local]`: the largest of the first `valid` logits, `[rows]` (−∞ if `valid` is 0); and `[2, rows]`:
-/// Σ exp(l − max) over them, and l_target − max where the target (`targets [..]` u32; column 0 has id `first_column`) is one of
-/// them, else 0. A row is read from memory once.
+/// Of each row of `logits [.., v_local]`: the largest of the first `valid` logits, `[rows]` (−∞ if
+/// `valid` is 0); and `[2, rows]`: Σ exp(l − max) over them, and l_target − max where the target
+/// (`targets [..]` u32; column 0 has id `first_column`) is one of them, else 0. A row is read from
+/// memory once.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, `valid` exceeds the columns, or an operand is not contiguous.
@@ -43,8 +45,8 @@ pub fn row_statistics(
     by_elem!(logits, OP, E => cpu::cross_entropy::row_statistics::<E>(logits, targets, columns, OP))
 }
 
-/// Moves this rank's sums `[2, rows]` of [`row_statistics`], in place, from its own maxima to those of all ranks, `max [rows]`:
-/// Σ exp(l − max), and l_target − max where this rank holds the target.
+/// Moves this rank's sums `[2, rows]` of [`row_statistics`], in place, from its own maxima to those
+/// of all ranks, `max [rows]`: Σ exp(l − max), and l_target − max where this rank holds the target.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, or an operand is not contiguous.
@@ -64,8 +66,9 @@ pub fn rebase(
     by_float!(sums, OP, T => cpu::cross_entropy::rebase::<T>(sums, own_max, max, targets, columns, OP))
 }
 
-/// Adds the losses of tokens, ln(Σ exp) − (l_target − max), weighted by `mask [rows]` (f32), to `total [1]` (f64), from sums `[2, rows]` of
-/// all ranks. What has no weight counts nothing, even where it is not finite.
+/// Adds the losses of tokens, ln(Σ exp) − (l_target − max), weighted by `mask [rows]` (f32), to
+/// `total [1]` (f64), from sums `[2, rows]` of all ranks. What has no weight counts nothing, even
+/// where it is not finite.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, or an operand is not contiguous.
@@ -78,8 +81,9 @@ pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor) -> Result<()> {
     by_float!(sums, OP, T => cpu::cross_entropy::add_losses::<T>(total, sums, mask, OP))
 }
 
-/// Replaces `logits` by their gradient `(exp(l − max) / sum_exp − [target]) · row_scale`; padding columns get 0.
-/// `max` and `sum_exp` are those of all ranks, `row_scale` is dL/d(token loss); all `[rows]` in the dtype of the statistics.
+/// Replaces `logits` by their gradient `(exp(l − max) / sum_exp − [target]) · row_scale`; padding
+/// columns get 0. `max` and `sum_exp` are those of all ranks, `row_scale` is dL/d(token loss); all
+/// `[rows]` in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`row_statistics`].
@@ -101,8 +105,9 @@ pub fn cross_entropy_backward(
     by_elem!(logits, OP, E => cpu::cross_entropy::backward::<E>(logits, of, columns, OP))
 }
 
-/// As [`cross_entropy_backward`] of f32 `logits` (f64 for f64 `dlogits`), written to `dlogits` in its own dtype, rounded once.
-/// `dlogits` has the shape of `logits`, keeps nothing of what it held, and lies in another storage.
+/// As [`cross_entropy_backward`] of f32 `logits` (f64 for f64 `dlogits`), written to `dlogits` in
+/// its own dtype, rounded once. `dlogits` has the shape of `logits`, keeps nothing of what it held,
+/// and lies in another storage.
 ///
 /// # Errors
 /// As [`cross_entropy_backward`]; also if the shapes differ.
@@ -127,9 +132,10 @@ pub fn cross_entropy_backward_into(
     by_elem!(dlogits, OP, E => cpu::cross_entropy::backward_into::<E>(dlogits, logits, of, columns, OP))
 }
 
-/// Statistics and gradient of rows whose whole vocabulary is here: sums `[2, rows]` as of [`row_statistics`], and `logits` replaced by their
-/// gradient as by [`cross_entropy_backward`], or `dlogits`, if given, filled with it as by [`cross_entropy_backward_into`]; the same numbers,
-/// bit for bit. Operands are as of these. On a GPU f32 logits come from memory once.
+/// Statistics and gradient of rows whose whole vocabulary is here: sums `[2, rows]` as of
+/// [`row_statistics`], and `logits` replaced by their gradient as by [`cross_entropy_backward`], or
+/// `dlogits`, if given, filled with it as by [`cross_entropy_backward_into`]; the same numbers, bit
+/// for bit. Operands are as of these. On a GPU f32 logits come from memory once.
 ///
 /// # Errors
 /// As [`cross_entropy_backward_into`].

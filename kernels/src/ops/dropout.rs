@@ -1,4 +1,5 @@
-//! Dropout (Srivastava et al. 2014) whose mask is a function of the place in the global problem, fused with bias and residual.
+//! Dropout (Srivastava et al. 2014) whose mask is a function of the place in the global problem,
+//! fused with bias and residual.
 
 use candle_core::Tensor;
 
@@ -9,11 +10,12 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_shape, rows_of};
 use crate::{Result, cpu, on_gpu};
 
-/// `y = residual + dropout(x + bias)`, with `x` and `residual` `[s, b, h]` and `bias` `[h]`; the mask is the same for every
-/// dtype.
+/// `y = residual + dropout(x + bias)`, with `x` and `residual` `[s, b, h]` and `bias` `[h]`; the
+/// mask is the same for every dtype.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, an operand is not contiguous, or p is not in [0, 1).
+/// If shapes contradict each other, dtypes differ or are no floats, an operand is not contiguous,
+/// or p is not in [0, 1).
 pub fn bias_dropout_add(
     x: &Tensor,
     bias: Option<&Tensor>,

@@ -16,8 +16,8 @@ fn table_dims(weight: &Tensor, op: &'static str) -> Result<(usize, usize)> {
     }
 }
 
-/// `y [.., h]`: rows of `weight [rows, h]` for `ids [..]` (u32, global); ids outside `first_row .. first_row + rows`
-/// give zeros.
+/// `y [.., h]`: rows of `weight [rows, h]` for `ids [..]` (u32, global); ids outside `first_row ..
+/// first_row + rows` give zeros.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit or an operand is not contiguous.
@@ -30,13 +30,14 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     by_elem!(weight, OP, E => cpu::embedding::forward::<E>(ids, weight, first_row, OP))
 }
 
-/// Bytes that the gradient moves if no row is looked up twice: `dy`, and as many elements of `dweight` read and written.
+/// Bytes that the gradient moves if no row is looked up twice: `dy`, and as many elements of
+/// `dweight` read and written.
 fn bytes_of_backward(dy: &Tensor, dweight: &Tensor) -> usize {
     dy.elem_count() * (dy.dtype().size_in_bytes() + 2 * dweight.dtype().size_in_bytes())
 }
 
-/// Adds the gradient of the weight: row `ids[i]` of `dweight [rows, h]` += `dy[i]`, in the order of i. `dweight` is f32 (f64 for
-/// f64 `dy`).
+/// Adds the gradient of the weight: row `ids[i]` of `dweight [rows, h]` += `dy[i]`, in the order of
+/// i. `dweight` is f32 (f64 for f64 `dy`).
 ///
 /// # Errors
 /// As [`embedding`].

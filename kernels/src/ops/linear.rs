@@ -39,11 +39,12 @@ fn expect_forward(
     Ok([rows, k, n])
 }
 
-/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in f32 (f64 for f64). On a CPU the rows of `x` may
-/// lie apart.
+/// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in
+/// f32 (f64 for f64). On a CPU the rows of `x` may lie apart.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
+/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not
+/// contiguous.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let _span = trace::product("linear", x, w);
     const OP: &str = "linear";
@@ -52,8 +53,9 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::linear::linear::<E>(x, w, bias, dims, OP))
 }
 
-/// `y [.., n] = x [.., k] · wᵀ + bias + residual`, into another tensor of the result's elements and dtype: in one pass, which rounds once; on a GPU
-/// where that is faster than the product and a pass behind it.
+/// `y [.., n] = x [.., k] · wᵀ + bias + residual`, into another tensor of the result's elements and
+/// dtype: in one pass, which rounds once; on a GPU where that is faster than the product and a pass
+/// behind it.
 ///
 /// # Errors
 /// As [`linear`], or if `residual` or `y` has another shape or dtype.
@@ -78,7 +80,8 @@ pub fn linear_add_into(
 
 /// `h = x · wᵀ + bias` as [`linear`], and [`gelu`] of it: returns both, `h` for backward.
 ///
-/// On a GPU one kernel may do both, which applies GELU to sums in f32 that `h` has rounded; it is taken where it is faster.
+/// On a GPU one kernel may do both, which applies GELU to sums in f32 that `h` has rounded; it is
+/// taken where it is faster.
 ///
 /// # Errors
 /// As [`linear`].
@@ -92,7 +95,8 @@ pub fn linear_gelu(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<(Ten
     Ok((h, y))
 }
 
-/// As [`linear`], with a result in f32 (f64 for f64): sums of 16-bit operands that are not rounded, for logits.
+/// As [`linear`], with a result in f32 (f64 for f64): sums of 16-bit operands that are not rounded,
+/// for logits.
 ///
 /// # Errors
 /// As [`linear`].
@@ -104,8 +108,8 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     by_elem!(x, OP, E => cpu::linear::to_f32::<E>(x, w, bias, dims, OP))
 }
 
-/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the result's elements. On a CPU the rows of
-/// `y` may lie apart, if they are the result's.
+/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the
+/// result's elements. On a CPU the rows of `y` may lie apart, if they are the result's.
 ///
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
@@ -168,8 +172,8 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
     by_elem!(dy, OP, E => cpu::linear::dgrad_into::<E>(dy, w, dims, dx, OP))
 }
 
-/// The gradient of `h [.., k]` where that of `gelu(h)` is [`linear_dgrad`]`(dy, w)`: backward of [`linear_gelu`]'s result through the layer behind
-/// it.
+/// The gradient of `h [.., k]` where that of `gelu(h)` is [`linear_dgrad`]`(dy, w)`: backward of
+/// [`linear_gelu`]'s result through the layer behind it.
 ///
 /// # Errors
 /// As [`linear`], or if `h` has another shape or dtype.
@@ -182,7 +186,8 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
     gelu_backward(&linear_dgrad(dy, w)?, h)
 }
 
-/// As [`linear_dgrad_gelu`], and `gelu(h)` again, bit for bit: for a backward whose forward did not keep it.
+/// As [`linear_dgrad_gelu`], and `gelu(h)` again, bit for bit: for a backward whose forward did not
+/// keep it.
 ///
 /// # Errors
 /// As [`linear_dgrad_gelu`].
@@ -190,8 +195,8 @@ pub fn linear_dgrad_gelu_recompute(dy: &Tensor, w: &Tensor, h: &Tensor) -> Resul
     gelu_backward_recompute(&linear_dgrad(dy, w)?, h)
 }
 
-/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw` is f32 for 16-bit operands. On a CPU the
-/// rows of `dy` and of `x` may lie apart.
+/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw`
+/// is f32 for 16-bit operands. On a CPU the rows of `dy` and of `x` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].
@@ -224,7 +229,8 @@ fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> R
     by_elem!(dy, op, E => cpu::linear::wgrad::<E>(dy, x, dw, add, op))
 }
 
-/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`. On a CPU the rows of `dy` may lie apart.
+/// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`. On a
+/// CPU the rows of `dy` may lie apart.
 ///
 /// # Errors
 /// As [`linear`].

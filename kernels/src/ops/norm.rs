@@ -12,7 +12,8 @@ use crate::{Error, Result, cpu, on_gpu};
 /// `y = (x − mean) / √(var + eps) · weight + bias`, with `weight` and `bias` `[h]`.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not contiguous.
+/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not
+/// contiguous.
 pub fn layer_norm(
     x: &Tensor,
     weight: &Tensor,
@@ -26,8 +27,9 @@ pub fn layer_norm(
     by_elem!(x, OP, T => cpu::norm::forward::<T>(OP, x, weight, Some(bias), eps))
 }
 
-/// The gradient of `x`, plus `residual` where there is one (the gradient that reaches `x` by the way around the layer); adds the
-/// gradients of weight and bias to `dweight` and `dbias`, `[h]` each and in the dtype of the statistics.
+/// The gradient of `x`, plus `residual` where there is one (the gradient that reaches `x` by the
+/// way around the layer); adds the gradients of weight and bias to `dweight` and `dbias`, `[h]`
+/// each and in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -63,8 +65,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, NormSt
     by_elem!(x, OP, T => cpu::norm::forward::<T>(OP, x, weight, None, eps))
 }
 
-/// The gradient of `x`, plus `residual` where there is one; adds the gradient of weight to `dweight`, `[h]` in the dtype of the
-/// statistics.
+/// The gradient of `x`, plus `residual` where there is one; adds the gradient of weight to
+/// `dweight`, `[h]` in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].

@@ -1,7 +1,8 @@
-//! Optimizer steps over flat ranges, in place and in one pass, which also rounds the new parameters to the weights that a
-//! 16-bit model computes with.
+//! Optimizer steps over flat ranges, in place and in one pass, which also rounds the new parameters
+//! to the weights that a 16-bit model computes with.
 //!
-//! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of PyTorch's. AdamW's moments may be kept in bf16.
+//! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of
+//! PyTorch's. AdamW's moments may be kept in bf16.
 
 use candle_core::{DType, Tensor};
 
@@ -100,10 +101,12 @@ impl Segment {
     }
 }
 
-/// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long, contiguous, in four storages. Where
-/// `weight` is given, in a storage of its own and of any float dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and
-/// bf16 `weight` are the [`halves`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may each be bf16: then `m` is rounded to the nearest,
-/// and `v` stochastically ([`StochasticRounding`]); the step itself goes by what they were before they were rounded.
+/// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long,
+/// contiguous, in four storages. Where `weight` is given, in a storage of its own and of any float
+/// dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and bf16 `weight` are
+/// the [`halves`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may each
+/// be bf16: then `m` is rounded to the nearest, and `v` stochastically ([`StochasticRounding`]);
+/// the step itself goes by what they were before they were rounded.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
@@ -118,8 +121,9 @@ pub fn adamw(
     adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p, h.step))
 }
 
-/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. The factor of a `verdict`
-/// stands in place of `h.grad_scale`, and nothing changes where it is against the step.
+/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one
+/// launch for many. The factor of a `verdict` stands in place of `h.grad_scale`, and nothing
+/// changes where it is against the step.
 ///
 /// # Errors
 /// As [`adamw`], or if `segments` are not all of `p`.
@@ -147,8 +151,8 @@ pub fn adamw_segments(
     of.by_segment(segments, |segment, of| cpu::optimizer::adamw(&of, segment, h, OP))
 }
 
-/// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or reads and writes it as the high half of
-/// parameters.
+/// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or
+/// reads and writes it as the high half of parameters.
 fn moves(
     name: &'static str,
     p: &Tensor,
@@ -169,8 +173,8 @@ fn factor(known: f32, verdict: Option<&Verdict>) -> Result<Option<f32>> {
     Ok(decided.applied.then_some(decided.factor))
 }
 
-/// An SGD step: `d = grad_scale·g + weight_decay·p; buf = momentum·buf + d; p −= lr·buf`. `buf` starts as zeros; `weight` as in
-/// [`adamw`].
+/// An SGD step: `d = grad_scale·g + weight_decay·p; buf = momentum·buf + d; p −= lr·buf`. `buf`
+/// starts as zeros; `weight` as in [`adamw`].
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, or two share a storage.
@@ -178,8 +182,8 @@ pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sg
     sgd_segments(p, weight, g, buf, h, None, &Segment::all(p, 0))
 }
 
-/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one launch for many. `verdict` as in
-/// [`adamw_segments`].
+/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one
+/// launch for many. `verdict` as in [`adamw_segments`].
 ///
 /// # Errors
 /// As [`sgd`], or if `segments` are not all of `p`.

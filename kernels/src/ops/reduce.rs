@@ -9,8 +9,8 @@ use crate::tensor::trace;
 use crate::tensor::view::{View, expect_dtype, expect_elements, same_storage};
 use crate::{Error, Result, cpu, on_gpu};
 
-/// Σ x² in f64: fixed blocks of 4096 elements, combined in order with compensation (Neumaier 1974). NaN and infinity
-/// show in the result.
+/// Σ x² in f64: fixed blocks of 4096 elements, combined in order with compensation (Neumaier 1974).
+/// NaN and infinity show in the result.
 ///
 /// # Errors
 /// If `x` is not contiguous or no float.
@@ -42,7 +42,8 @@ fn expect_alike(xs: &[&Tensor], op: &'static str) -> Result<()> {
     Err(Error::shape(op, format!("one tensor is {}, another {}", place(first), place(other))))
 }
 
-/// Σ of [`sum_of_squares`] of each tensor, in order: f64 `[1]` on their device, for which nobody waits. Zero of none.
+/// Σ of [`sum_of_squares`] of each tensor, in order: f64 `[1]` on their device, for which nobody
+/// waits. Zero of none.
 ///
 /// # Errors
 /// As [`sums_of_squares`].
@@ -135,10 +136,12 @@ pub fn zero(t: &Tensor) -> Result<()> {
     by_elem!(t, OP, E => cpu::reduce::zero::<E>(t, OP))
 }
 
-/// `dst = src` in the dtype of `dst`, rounded to nearest, ties to even; values beyond its range become infinite.
+/// `dst = src` in the dtype of `dst`, rounded to nearest, ties to even; values beyond its range
+/// become infinite.
 ///
 /// # Errors
-/// If the numbers of elements differ, a dtype is no float, an operand is not contiguous, or both share one storage.
+/// If the numbers of elements differ, a dtype is no float, an operand is not contiguous, or both
+/// share one storage.
 pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
     let _span = trace::moves("cast", &[dst, src]);
     const OP: &str = "cast";
@@ -156,7 +159,8 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
 /// `dst = src`, bit for bit; the shapes may differ, the elements' number and dtype may not.
 ///
 /// # Errors
-/// If the numbers of elements or dtypes differ, an operand is not contiguous, or both share one storage.
+/// If the numbers of elements or dtypes differ, an operand is not contiguous, or both share one
+/// storage.
 pub fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
     let _span = trace::moves("copy", &[dst, src]);
     const OP: &str = "copy";

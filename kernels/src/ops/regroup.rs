@@ -1,4 +1,5 @@
-//! Rows in another order: what ranks exchange when one has some columns of every row, and then every column of some rows.
+//! Rows in another order: what ranks exchange when one has some columns of every row, and then
+//! every column of some rows.
 
 use candle_core::Tensor;
 
@@ -8,7 +9,8 @@ use crate::{Error, Result, cpu, on_gpu};
 /// `[a, b, …]` → `[b, a, …]`, bit for bit: `y[j, i] = x[i, j]`.
 ///
 /// # Errors
-/// If `x` has fewer than two dimensions, is not contiguous, or is of a dtype that results do not have.
+/// If `x` has fewer than two dimensions, is not contiguous, or is of a dtype that results do not
+/// have.
 pub fn swap_leading(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swap_leading";
     let [a, b, rest @ ..] = x.dims() else {

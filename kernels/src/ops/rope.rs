@@ -1,4 +1,5 @@
-//! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama does.
+//! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama
+//! does.
 
 use candle_core::{DType, Tensor};
 
@@ -13,8 +14,9 @@ use crate::{Error, Result, cpu, on_gpu};
 /// Name in errors.
 const OP: &str = "rope_inplace";
 
-/// Rotates the queries and keys of packed `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` in place; row s has position
-/// `position_offset + s`. `inverse` rotates back, which is also the gradient.
+/// Rotates the queries and keys of packed `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` in
+/// place; row s has position `position_offset + s`. `inverse` rotates back, which is also the
+/// gradient.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, `qkv` is not contiguous, or the table is too short.
@@ -50,8 +52,8 @@ pub fn rope_at(
     rotate_rows(qkv, table, shape, Positions::Offsets(offsets), inverse)
 }
 
-/// As [`rope_inplace`], where `positions`, u32 `[s, b]`, gives the position of every row. A GPU's are not read by the host: there a position
-/// beyond the table counts as its last.
+/// As [`rope_inplace`], where `positions`, u32 `[s, b]`, gives the position of every row. A GPU's
+/// are not read by the host: there a position beyond the table counts as its last.
 ///
 /// # Errors
 /// As [`rope_inplace`]; also if there is not one position a row.

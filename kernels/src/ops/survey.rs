@@ -1,4 +1,5 @@
-//! What GPUs there are, what this program has for them, and how fast they are: for `megatron doctor`.
+//! What GPUs there are, what this program has for them, and how fast they are: for `megatron
+//! doctor`.
 
 use std::ffi::c_int;
 
@@ -99,15 +100,16 @@ pub fn compiled() -> Vec<(&'static str, usize)> {
 /// # Errors
 /// What CUDA says.
 pub fn measure(device: &Device) -> Result<Speeds> {
-    // Sizes grow until they take long enough for what begins and ends them not to count; the first copy is more than any cache holds.
+    // Sizes grow until they take long enough for what begins and ends them not to count; the first
+    // copy is more than any cache holds.
     let copy = grown(28, 30, |power| copies(device, 1 << power))?;
     let bf16 = grown(8, 13, |power| products(device, DType::BF16, 1 << power))?;
     let f32 = grown(8, 12, |power| products(device, DType::F32, 1 << power))?;
     Ok(Speeds { copy, bf16, f32 })
 }
 
-/// What `rate` gives with the first power of two that takes a millisecond, or the last. `rate(power)(times)`: seconds that one of `times`
-/// operations takes, and what it does.
+/// What `rate` gives with the first power of two that takes a millisecond, or the last.
+/// `rate(power)(times)`: seconds that one of `times` operations takes, and what it does.
 fn grown<F: FnMut(usize) -> Result<(f64, f64)>>(
     first: u32,
     last: u32,
@@ -149,7 +151,8 @@ fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(
     })
 }
 
-/// Products of square matrices of normal deviates, since a GPU's clock depends on what it multiplies: their operations.
+/// Products of square matrices of normal deviates, since a GPU's clock depends on what it
+/// multiplies: their operations.
 fn products(
     device: &Device,
     dtype: DType,

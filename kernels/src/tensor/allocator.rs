@@ -8,35 +8,41 @@ use crate::tensor::arena;
 pub const LINE: usize = 64;
 /// Blocks from this size on begin with a cache line.
 const LARGE: usize = 4096;
-/// Blocks from this size on are kept a little further apart. Two that lie one behind the other, each a multiple of 2 MiB long and on huge
-/// pages, would begin a line or two after such a multiple: a pass that reads one and writes the other then takes 2.4 times as long, since
-/// loads are held up by stores to lines that look like theirs. From three lines on nothing of that is left.
+/// Blocks from this size on are kept a little further apart. Two that lie one behind the other,
+/// each a multiple of 2 MiB long and on huge pages, would begin a line or two after such a
+/// multiple: a pass that reads one and writes the other then takes 2.4 times as long, since loads
+/// are held up by stores to lines that look like theirs. From three lines on nothing of that is
+/// left.
 const APART_FROM: usize = 1 << 20;
 /// How far, in bytes.
 pub(crate) const APART: usize = 16 * LINE;
 
-/// Whether rows that lie `distance` bytes apart crowd a CPU's L1 cache: those a multiple of 4 KiB apart fall into so few of its sets that a tile's
-/// rows do not stay there together.
+/// Whether rows that lie `distance` bytes apart crowd a CPU's L1 cache: those a multiple of 4 KiB
+/// apart fall into so few of its sets that a tile's rows do not stay there together.
 pub fn rows_crowd(distance: usize) -> bool {
     distance.is_multiple_of(4096)
 }
 
-/// Elements of `size` bytes from one row of `width` to the next where products will read the rows: a line more than a row has, if they would crowd.
+/// Elements of `size` bytes from one row of `width` to the next where products will read the rows:
+/// a line more than a row has, if they would crowd.
 pub fn rows_apart(width: usize, size: usize) -> usize {
     if width > 0 && rows_crowd(width * size) { width + LINE / size } else { width }
 }
 
-/// The system's allocator, whose large blocks begin with a cache line. By itself it aligns to 16 bytes: then every load and store
-/// of a whole line touches two of them, which costs matrix products in bf16 a quarter of their speed.
+/// The system's allocator, whose large blocks begin with a cache line. By itself it aligns to 16
+/// bytes: then every load and store of a whole line touches two of them, which costs matrix
+/// products in bf16 a quarter of their speed.
 ///
-/// Programs have it under [`crate::tensor::huge_pages::HugePages`]; kernels work without, but slower. A large block is an ordinary one of some
-/// more bytes, so that a freed one fits the next of its size exactly; in front of what is lent lies where it began. After [`keep_freed`] those of
+/// Programs have it under [`crate::tensor::huge_pages::HugePages`]; kernels work without, but
+/// slower. A large block is an ordinary one of some more bytes, so that a freed one fits the next
+/// of its size exactly; in front of what is lent lies where it began. After [`keep_freed`] those of
 /// 256 KiB and more have a place of their own ([`crate::tensor::arena`]).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LineAligned;
 
 impl LineAligned {
-    /// What is asked of the system instead of `layout`, if that is to begin with a line and would not.
+    /// What is asked of the system instead of `layout`, if that is to begin with a line and would
+    /// not.
     fn around(layout: Layout) -> Option<Layout> {
         if layout.size() < LARGE || layout.align() >= LINE {
             return None;
@@ -58,7 +64,8 @@ impl LineAligned {
             return block;
         }
         let line = block.wrapping_add(LINE - block.addr() % LINE);
-        // SAFETY: the line begins at least the block's alignment, and so a pointer, behind the block's beginning.
+        // SAFETY: the line begins at least the block's alignment, and so a pointer, behind the
+        // block's beginning.
         unsafe { line.cast::<*mut u8>().sub(1).write(block) };
         line
     }
@@ -72,7 +79,8 @@ impl LineAligned {
         unsafe { line.cast::<*mut u8>().sub(1).read() }
     }
 
-    /// A block for `wanted` with what the one at `at` held, which is given back; null, and `at` as it was, if there is no memory.
+    /// A block for `wanted` with what the one at `at` held, which is given back; null, and `at` as
+    /// it was, if there is no memory.
     ///
     /// # Safety
     /// As [`GlobalAlloc::realloc`].
@@ -89,8 +97,8 @@ impl LineAligned {
     }
 }
 
-// SAFETY: the system's allocator does the work. What it gives for `around(layout)` holds `layout` from its first line on, and
-// which layouts are treated so depends on them alone.
+// SAFETY: the system's allocator does the work. What it gives for `around(layout)` holds `layout`
+// from its first line on, and which layouts are treated so depends on them alone.
 unsafe impl GlobalAlloc for LineAligned {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if let Some((block, _)) = arena::take(layout) {
@@ -150,7 +158,8 @@ unsafe impl GlobalAlloc for LineAligned {
                     if block.is_null() {
                         return block;
                     }
-                    // The new block may begin elsewhere within a line. The elements move before their front is written to.
+                    // The new block may begin elsewhere within a line. The elements move before
+                    // their front is written to.
                     let line = block.wrapping_add(LINE - block.addr() % LINE);
                     std::ptr::copy(block.add(offset), line, layout.size().min(size));
                     Self::first_line(block)
@@ -161,10 +170,12 @@ unsafe impl GlobalAlloc for LineAligned {
     }
 }
 
-/// Keeps the memory of dropped tensors in this process for the next ones. A training step allocates and drops the same sizes over
-/// and over; by default glibc gives blocks above 32 MiB back to the system at once, and each comes back page by page, zeroed.
+/// Keeps the memory of dropped tensors in this process for the next ones. A training step allocates
+/// and drops the same sizes over and over; by default glibc gives blocks above 32 MiB back to the
+/// system at once, and each comes back page by page, zeroed.
 ///
-/// For processes that train: the peak stays, but nothing is returned after it. Does nothing where the allocator is not glibc's.
+/// For processes that train: the peak stays, but nothing is returned after it. Does nothing where
+/// the allocator is not glibc's.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -172,7 +183,8 @@ pub fn keep_freed() {
         unsafe {
             libc::mallopt(libc::M_MMAP_MAX, 0);
             libc::mallopt(libc::M_TRIM_THRESHOLD, -1);
-            // A huge page is given only where all of it is in the heap when it is first touched, so the heap grows by many.
+            // A huge page is given only where all of it is in the heap when it is first touched, so
+            // the heap grows by many.
             libc::mallopt(libc::M_TOP_PAD, 64 << 20);
         }
     }
@@ -183,7 +195,8 @@ pub fn keep_freed() {
 mod tests {
     use super::*;
 
-    /// All tests of this crate run with it: kernels do some things only with tensors that begin with a line.
+    /// All tests of this crate run with it: kernels do some things only with tensors that begin
+    /// with a line.
     #[global_allocator]
     static ALLOCATOR: LineAligned = LineAligned;
 
@@ -203,7 +216,8 @@ mod tests {
                             })
                     );
                 };
-                // SAFETY: blocks are used within their sizes and freed once, with the layouts they have then.
+                // SAFETY: blocks are used within their sizes and freed once, with the layouts they
+                // have then.
                 unsafe {
                     let zeros = LineAligned.alloc_zeroed(layout);
                     check(zeros, size);

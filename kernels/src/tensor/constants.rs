@@ -1,13 +1,16 @@
-//! Small lists of numbers that kernels read: copied to a device once, and found again by their values.
+//! Small lists of numbers that kernels read: copied to a device once, and found again by their
+//! values.
 //!
-//! Positions, slopes and samples are the same at every step, or at least in every layer of a microbatch.
+//! Positions, slopes and samples are the same at every step, or at least in every layer of a
+//! microbatch.
 
 use candle_core::{Device, Shape, Tensor};
 
 use crate::Result;
 use crate::tensor::device::upload;
 
-/// A tensor of `values` on `device`, to be read only: on a GPU the same values asked for again are the tensor that is there already.
+/// A tensor of `values` on `device`, to be read only: on a GPU the same values asked for again are
+/// the tensor that is there already.
 ///
 /// # Errors
 /// As [`upload`].
@@ -25,8 +28,9 @@ mod kept {
 
     use super::*;
 
-    /// Most lists that are kept of each device: those of a step's microbatches. The one that nobody has asked for the longest goes first. Others' devices stay
-    /// as they are: what is given back there may be in the midst of a graph's recording.
+    /// Most lists that are kept of each device: those of a step's microbatches. The one that nobody
+    /// has asked for the longest goes first. Others' devices stay as they are: what is given back
+    /// there may be in the midst of a graph's recording.
     const MOST: usize = 128;
 
     struct Kept {

@@ -54,10 +54,12 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
-    /// The device, for the process that is the `local_rank`-th of its machine. Processes beyond the number of GPUs share them.
+    /// The device, for the process that is the `local_rank`-th of its machine. Processes beyond the
+    /// number of GPUs share them.
     ///
     /// # Errors
-    /// If a GPU was asked for and there is none, or this program has no kernels for GPUs: in one line that says what to do.
+    /// If a GPU was asked for and there is none, or this program has no kernels for GPUs: in one
+    /// line that says what to do.
     pub fn open(self, local_rank: usize) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -124,7 +126,8 @@ fn open_gpu(_ordinal: usize) -> Result<Device> {
     gpus().map(|_| Device::Cpu)
 }
 
-/// The elements of a contiguous tensor (views are) on the CPU: itself if it is there, else a copy, for which the device is waited for.
+/// The elements of a contiguous tensor (views are) on the CPU: itself if it is there, else a copy,
+/// for which the device is waited for.
 ///
 /// # Errors
 /// If `t` is not contiguous, or what the driver says.
@@ -142,15 +145,16 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
     Ok(t.clone())
 }
 
-/// Values that the host reads later, as they are at a point in the order of what their device computes.
+/// Values that the host reads later, as they are at a point in the order of what their device
+/// computes.
 pub struct Reading {
     tensors: Vec<Tensor>,
     /// That point, on a GPU.
     at: Option<Mark>,
 }
 
-/// Has `tensors`, contiguous and on one device, read once what is queued so far is computed, whatever is queued behind it. Nobody waits here.
-/// Nothing may write them until they are read.
+/// Has `tensors`, contiguous and on one device, read once what is queued so far is computed,
+/// whatever is queued behind it. Nobody waits here. Nothing may write them until they are read.
 ///
 /// # Errors
 /// What the driver says.
@@ -179,11 +183,13 @@ impl Reading {
     }
 }
 
-/// Most bytes that values go through locked memory by: larger ones take long enough without waiting for its pages.
+/// Most bytes that values go through locked memory by: larger ones take long enough without waiting
+/// for its pages.
 #[cfg(feature = "cuda")]
 const LOCKED: usize = 64 << 20;
 
-/// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order of its stream.
+/// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order
+/// of its stream.
 ///
 /// # Errors
 /// If they are not as many as `shape` has elements, or there is no memory.
@@ -221,7 +227,8 @@ pub fn upload<T: HostElem>(
     Ok(Tensor::from_vec(values, shape.into(), device)?)
 }
 
-/// A tensor for a result that is written before it is read: of floats it holds whatever was in its memory.
+/// A tensor for a result that is written before it is read: of floats it holds whatever was in its
+/// memory.
 ///
 /// # Errors
 /// If there is no memory.
@@ -266,7 +273,8 @@ pub fn zeros(
     Ok(Tensor::zeros(shape, dtype, device)?)
 }
 
-/// The memory of a GPU; nothing for the CPU, or where the driver does not tell. Does not wait for the device.
+/// The memory of a GPU; nothing for the CPU, or where the driver does not tell. Does not wait for
+/// the device.
 pub fn memory(device: &Device) -> Option<Memory> {
     #[cfg(gpu)]
     if crate::tensor::gpu::computes(device) {
@@ -287,7 +295,8 @@ pub fn computes_ahead(device: &Device) -> bool {
     }
 }
 
-/// Seconds that `device` takes for what `f` queues on it; on the CPU, that `f` takes. Waits for the device.
+/// Seconds that `device` takes for what `f` queues on it; on the CPU, that `f` takes. Waits for the
+/// device.
 ///
 /// # Errors
 /// Those of `f`, or what the driver says.

@@ -1,4 +1,5 @@
-//! Whether a thread emulates a GPU, and what it asked of it: below all that touches tensors, which tells here that it did.
+//! Whether a thread emulates a GPU, and what it asked of it: below all that touches tensors, which
+//! tells here that it did.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +11,8 @@ pub enum Order {
     Backward,
     /// Anew whenever every thread had a turn, from this seed.
     Shuffled(u64),
-    /// A warp goes on for as long as it can before the next has a turn, so it writes early what slower ones have still to read.
+    /// A warp goes on for as long as it can before the next has a turn, so it writes early what
+    /// slower ones have still to read.
     WarpByWarp,
 }
 
@@ -20,7 +22,8 @@ thread_local! {
     pub(crate) static HERE: Cell<Option<Order>> = const { Cell::new(None) };
 }
 
-/// Calls `f` with emulation on this thread: what it computes with tensors of f32, bf16 and f16 is computed by GPUs' kernels.
+/// Calls `f` with emulation on this thread: what it computes with tensors of f32, bf16 and f16 is
+/// computed by GPUs' kernels.
 pub fn run<R>(order: Order, f: impl FnOnce() -> R) -> R {
     struct Restore(Option<Order>);
     impl Drop for Restore {
@@ -42,12 +45,14 @@ pub(crate) fn is_on() -> bool {
     HERE.get().is_some() || EVERYWHERE.load(Ordering::Relaxed)
 }
 
-/// What a thread asked of the emulated device: what would wait for a real one, or need the host's memory.
+/// What a thread asked of the emulated device: what would wait for a real one, or need the host's
+/// memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Kernels launched.
     pub launches: u64,
-    /// Readings of the device's memory by the host, each of which waits until all launched kernels have run.
+    /// Readings of the device's memory by the host, each of which waits until all launched kernels
+    /// have run.
     pub waits: u64,
     /// Kernels launched before the last of them.
     pub launches_before_last_wait: u64,
@@ -55,8 +60,8 @@ pub struct Counts {
     pub timestamps: u64,
     /// Copies of the host's values into new memory of the device.
     pub uploads: u64,
-    /// Operations that touched elements by the CPU, by name, each once: on a real device there would be none to touch. Products are computed so
-    /// here, by cuBLASLt there.
+    /// Operations that touched elements by the CPU, by name, each once: on a real device there
+    /// would be none to touch. Products are computed so here, by cuBLASLt there.
     pub on_the_host: Vec<&'static str>,
 }
 

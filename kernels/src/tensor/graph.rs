@@ -1,4 +1,5 @@
-//! Work of a GPU that is recorded once and queued again by one call, which costs the host a few microseconds instead of one launch a kernel.
+//! Work of a GPU that is recorded once and queued again by one call, which costs the host a few
+//! microseconds instead of one launch a kernel.
 
 use candle_core::Device;
 
@@ -15,13 +16,16 @@ pub fn can_record(device: &Device) -> bool {
     cfg!(feature = "cuda") && device.is_cuda()
 }
 
-/// Records what `f` queues on `device`, which is not computed now but each time that the result is launched.
+/// Records what `f` queues on `device`, which is not computed now but each time that the result is
+/// launched.
 ///
-/// A kernel is recorded with its arguments: numbers, and addresses of tensors. So `f` may read and write tensors from outside of it, which the
-/// caller keeps as long as the result, and makes what it needs besides; all of the latter is dropped when it returns, and lies at each launch
-/// where it lay at the first. It waits for nothing and copies nothing from or to the host, which is an error: a launch would copy again from
-/// where the host has something else by then.
-/// What is chosen by measuring (`gpu::product`) has to be chosen before, by an ordinary run of `f`. Waits for the device.
+/// A kernel is recorded with its arguments: numbers, and addresses of tensors. So `f` may read and
+/// write tensors from outside of it, which the caller keeps as long as the result, and makes what
+/// it needs besides; all of the latter is dropped when it returns, and lies at each launch where it
+/// lay at the first. It waits for nothing and copies nothing from or to the host, which is an
+/// error: a launch would copy again from where the host has something else by then. What is chosen
+/// by measuring (`gpu::product`) has to be chosen before, by an ordinary run of `f`. Waits for the
+/// device.
 ///
 /// # Errors
 /// If `device` is no GPU, those of `f`, or what the driver says.

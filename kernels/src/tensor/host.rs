@@ -22,8 +22,9 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
     }
 }
 
-/// As [`range`], and the distance of rows, of a contiguous tensor, or of one whose rows, over all leading dimensions, are contiguous and lie
-/// equally far apart: then what lies between them is in the range, too.
+/// As [`range`], and the distance of rows, of a contiguous tensor, or of one whose rows, over all
+/// leading dimensions, are contiguous and lie equally far apart: then what lies between them is in
+/// the range, too.
 pub(crate) fn rows(
     layout: &Layout,
     op: &'static str,
@@ -131,7 +132,8 @@ pub fn with_slice_mut<T: HostElem, R>(
     lend(t, op, false, |slice, _| f(slice))
 }
 
-/// As [`with_slice_mut`], also of a tensor whose rows lie apart: `f` gets all from the first to the last element, and the distance of rows.
+/// As [`with_slice_mut`], also of a tensor whose rows lie apart: `f` gets all from the first to the
+/// last element, and the distance of rows.
 ///
 /// # Errors
 /// As [`with_slice_mut`], where such a matrix need not be contiguous.

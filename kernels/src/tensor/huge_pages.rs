@@ -5,10 +5,11 @@ use std::alloc::{GlobalAlloc, Layout};
 
 use crate::tensor::allocator::LineAligned;
 
-/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which asks for huge pages
-/// (`madvise(2)`, `MADV_HUGEPAGE`): for the whole heap, with what small tensors and products' packed operands lie on, and for what lies elsewhere and is large
-/// enough. Memory is then touched with few page faults, and found with few walks through page tables, which cost most in virtual machines. Many systems give huge
-/// pages to those who ask only.
+/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which
+/// asks for huge pages (`madvise(2)`, `MADV_HUGEPAGE`): for the whole heap, with what small tensors
+/// and products' packed operands lie on, and for what lies elsewhere and is large enough. Memory is
+/// then touched with few page faults, and found with few walks through page tables, which cost most
+/// in virtual machines. Many systems give huge pages to those who ask only.
 ///
 /// For the binary of a program: `#[global_allocator] static ALLOCATOR: HugePages = HugePages;`.
 #[derive(Debug)]
@@ -52,7 +53,8 @@ mod linux {
     /// Smaller blocks do not ask; they lie beside larger ones.
     const LARGE: usize = 64 << 10;
 
-    /// Up to which address the heap has asked. As all of the program's own memory, it lies before the heap.
+    /// Up to which address the heap has asked. As all of the program's own memory, it lies before
+    /// the heap.
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub fn advise(block: *mut u8, len: usize) {
@@ -69,13 +71,15 @@ mod linux {
                 ASKED.fetch_max(end, Ordering::Relaxed);
             }
             let first = block.map_addr(|_| pages.start).cast();
-            // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge pages refuse, which changes nothing.
+            // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge
+            // pages refuse, which changes nothing.
             unsafe { libc::madvise(first, pages.len(), libc::MADV_HUGEPAGE) };
         }
     }
 
-    /// What to ask for because of a block. On the heap, of which the part before `asked` has asked: all that it has grown by, before anything but
-    /// this block is touched there. Elsewhere: the whole huge pages within the block.
+    /// What to ask for because of a block. On the heap, of which the part before `asked` has asked:
+    /// all that it has grown by, before anything but this block is touched there. Elsewhere: the
+    /// whole huge pages within the block.
     fn to_ask(block: Range<usize>, heap: Range<usize>, asked: usize) -> Option<Range<usize>> {
         let is_on_heap = heap.start <= block.start && block.end <= heap.end;
         let pages = match is_on_heap {
@@ -121,7 +125,8 @@ mod tests {
     fn blocks_of_every_size_hold_what_is_written() {
         for len in [1, (64 << 10) - 1, 64 << 10, 2 << 20, (4 << 20) + 1, (10 << 20) + 4097] {
             let layout = Layout::from_size_align(len, 64).unwrap();
-            // SAFETY: the layout is not empty; the block is used within its length and given back once.
+            // SAFETY: the layout is not empty; the block is used within its length and given back
+            // once.
             unsafe {
                 let block = HugePages.alloc_zeroed(layout);
                 assert!(

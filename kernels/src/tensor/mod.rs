@@ -1,4 +1,5 @@
-//! What computation stands on: element types, devices, views, memory, threads, random numbers, spans of time.
+//! What computation stands on: element types, devices, views, memory, threads, random numbers,
+//! spans of time.
 
 pub mod allocator;
 pub mod arena;

@@ -1,6 +1,7 @@
 //! Stores that go past the caches ("non-temporal"): for what this core does not read again soon.
 //!
-//! An ordinary store fetches its cache line first, and takes it from another core that has read it. Streamed ones do neither.
+//! An ordinary store fetches its cache line first, and takes it from another core that has read it.
+//! Streamed ones do neither.
 #![allow(unsafe_code)]
 
 use crate::tensor::element::{Elem, Float};
@@ -35,7 +36,8 @@ pub fn copy(to: &mut [u8], from: &[u8]) {
     {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
         const WIDTH: usize = size_of::<__m128i>();
-        // SAFETY: any bytes are a value of both types; SSE2 is part of x86-64. Loads are of a vector's bytes of `from`, at any address.
+        // SAFETY: any bytes are a value of both types; SSE2 is part of x86-64. Loads are of a
+        // vector's bytes of `from`, at any address.
         unsafe {
             let (first, vectors, last) = to.align_to_mut::<__m128i>();
             let (head, rest) = from.split_at(first.len());

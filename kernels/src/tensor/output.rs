@@ -17,8 +17,8 @@ pub fn anything<E: Elem>(n: usize) -> Vec<E> {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     {
         let mut data: Vec<E> = Vec::with_capacity(n);
-        // SAFETY: for all that the compiler may assume, these instructions, of which there are none, have written the elements; whatever
-        // the memory holds are numbers.
+        // SAFETY: for all that the compiler may assume, these instructions, of which there are
+        // none, have written the elements; whatever the memory holds are numbers.
         unsafe {
             std::arch::asm!("/* {0} */", in(reg) data.as_mut_ptr(), options(nostack, preserves_flags));
             data.set_len(n);
@@ -29,7 +29,8 @@ pub fn anything<E: Elem>(n: usize) -> Vec<E> {
     vec![E::store(E::Acc::ZERO); n]
 }
 
-/// `n` elements, of which every block of `block` is written by a call of `f`, which also gets the number of its first element.
+/// `n` elements, of which every block of `block` is written by a call of `f`, which also gets the
+/// number of its first element.
 pub fn blocks<T: Copy + Send>(
     n: usize,
     block: usize,
@@ -44,8 +45,9 @@ pub fn blocks<T: Copy + Send>(
     data
 }
 
-/// A tensor of shape `dims`, of whose elements blocks of `block`, whole rows, are written as by [`blocks`], for products to read: rows that would crowd
-/// their caches are written one by one and lie a line further apart, with zeros between them, which `f` is not told of.
+/// A tensor of shape `dims`, of whose elements blocks of `block`, whole rows, are written as by
+/// [`blocks`], for products to read: rows that would crowd their caches are written one by one and
+/// lie a line further apart, with zeros between them, which `f` is not told of.
 pub fn for_products<E: Elem>(
     dims: &[usize],
     block: usize,
@@ -71,8 +73,8 @@ pub fn for_products<E: Elem>(
     Ok(tensor(data, [leading, &[apart]].concat(), like)?.narrow(leading.len(), 0, width)?)
 }
 
-/// Two tensors as of [`for_products`], row by row: of `K - 1` sections of `width` elements side by side, and of one. `f` gets a row's number and all
-/// of its sections, the other tensor's last.
+/// Two tensors as of [`for_products`], row by row: of `K - 1` sections of `width` elements side by
+/// side, and of one. `f` gets a row's number and all of its sections, the other tensor's last.
 pub fn rows_for_products<E: Elem, const K: usize>(
     leading: &[usize],
     width: usize,
@@ -128,8 +130,8 @@ pub fn rows_for_products<E: Elem, const K: usize>(
     Ok([narrow(a, 0)?, narrow(b, 1)?])
 }
 
-/// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b` that have the same numbers; `f`
-/// gets that number.
+/// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b`
+/// that have the same numbers; `f` gets that number.
 pub fn blocks2<T: Copy + Send, B: Send>(
     n: usize,
     block: usize,

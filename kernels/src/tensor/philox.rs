@@ -1,4 +1,5 @@
-//! Counter-based random numbers: every one is a function of (seed, place), so none depends on a layout.
+//! Counter-based random numbers: every one is a function of (seed, place), so none depends on a
+//! layout.
 //!
 //! Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3": Philox4x32-10.
 
@@ -73,8 +74,8 @@ impl WordRow {
     }
 }
 
-/// [`LANES`] times [`philox4x32`], side by side. Words are in the low halves of 64-bit lanes, where the multiplication
-/// wants them; the high halves are garbage.
+/// [`LANES`] times [`philox4x32`], side by side. Words are in the low halves of 64-bit lanes, where
+/// the multiplication wants them; the high halves are garbage.
 #[inline(always)]
 fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
@@ -101,11 +102,13 @@ pub fn stream_id(name: &str) -> u64 {
     })
 }
 
-/// Fills `out` with draws from N(0, std²); the value of an element depends on `seed`, `stream` and its global index
-/// alone. `stream` is the [`stream_id`] of the parameter's name, `first` the global index of `out[0]`.
+/// Fills `out` with draws from N(0, std²); the value of an element depends on `seed`, `stream` and
+/// its global index alone. `stream` is the [`stream_id`] of the parameter's name, `first` the
+/// global index of `out[0]`.
 ///
-/// Element 4c + j is the j-th of the four normals that Box–Muller makes, in f64, of Philox at counter (c, stream). Only
-/// IEEE additions, multiplications, divisions and square roots are used, so every machine draws the same numbers.
+/// Element 4c + j is the j-th of the four normals that Box–Muller makes, in f64, of Philox at
+/// counter (c, stream). Only IEEE additions, multiplications, divisions and square roots are used,
+/// so every machine draws the same numbers.
 pub fn fill_normal(out: &mut [f32], seed: u64, stream: u64, first: u64, std: f64) {
     let key = words(seed);
     parallel::blocks(out, parallel::GRAIN, |start, out| {
@@ -156,7 +159,8 @@ fn normals(first_block: u64, stream: u64, key: [u32; 2], out: &mut [f64; 4 * LAN
     }
 }
 
-/// ln x of a normal positive x, to about 1e-16 relative: 2·artanh((m − 1)/(m + 1)) + e·ln 2 for x = m·2ᵉ.
+/// ln x of a normal positive x, to about 1e-16 relative: 2·artanh((m − 1)/(m + 1)) + e·ln 2 for x =
+/// m·2ᵉ.
 #[inline(always)]
 fn ln(x: f64) -> f64 {
     const SQRT_HALF_BITS: u64 = 0x3FE6_A09E_667F_3BCD;
@@ -180,7 +184,8 @@ fn ln(x: f64) -> f64 {
 /// sin and cos of 2π·v for v in [0, 1], by their series around the nearest quarter turn.
 #[inline(always)]
 fn sin_cos_of_turn(v: f64) -> (f64, f64) {
-    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5·2⁵²: adding it leaves the nearest integer in the low bits
+    // 1.5·2⁵²: adding it leaves the nearest integer in the low bits
+    const ROUND: f64 = 6_755_399_441_055_744.0;
     let t = v * 4.0 + ROUND;
     let quarter = t.to_bits() & 3;
     let x = (v - (t - ROUND) * 0.25) * std::f64::consts::TAU; // the subtraction is exact; |x| ≤ π/4

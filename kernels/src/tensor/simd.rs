@@ -1,8 +1,9 @@
 //! One portable source for every vector width.
 //!
-//! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per instruction set and picks
-//! one at run time. The compiler never contracts `a * b + c` into a fused operation, what is fused says `mul_add`, and sums run
-//! over fixed lanes; so all paths, and the vector body and the remainder of a loop, give the same bits.
+//! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per
+//! instruction set and picks one at run time. The compiler never contracts `a * b + c` into a fused
+//! operation, what is fused says `mul_add`, and sums run over fixed lanes; so all paths, and the
+//! vector body and the remainder of a loop, give the same bits.
 
 use std::sync::OnceLock;
 
@@ -46,8 +47,8 @@ impl Isa {
         *SUPPORTED.get_or_init(machine)
     }
 
-    /// The set that kernels use: what `MEGATRON_SIMD` names (for tests and diagnosis), else the largest. Read once. A
-    /// value that [`Isa::requested`] refuses is passed over.
+    /// The set that kernels use: what `MEGATRON_SIMD` names (for tests and diagnosis), else the
+    /// largest. Read once. A value that [`Isa::requested`] refuses is passed over.
     pub fn detected() -> Isa {
         static DETECTED: OnceLock<Isa> = OnceLock::new();
         *DETECTED.get_or_init(|| Isa::requested().ok().flatten().unwrap_or_else(Isa::supported))
@@ -56,7 +57,8 @@ impl Isa {
     /// What `MEGATRON_SIMD` asks for.
     ///
     /// # Errors
-    /// A message for the user if it names no instruction set, or one that this machine does not have.
+    /// A message for the user if it names no instruction set, or one that this machine does not
+    /// have.
     pub fn requested() -> std::result::Result<Option<Isa>, String> {
         let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else {
             return Ok(None);
@@ -104,8 +106,8 @@ fn machine() -> Isa {
     }
 }
 
-/// Whether the processor is one of Intel's. Their VDPBF16PS multiplies no faster than their FMA of f32 (on Sapphire and Emerald Rapids half as fast),
-/// AMD's twice as fast.
+/// Whether the processor is one of Intel's. Their VDPBF16PS multiplies no faster than their FMA of
+/// f32 (on Sapphire and Emerald Rapids half as fast), AMD's twice as fast.
 #[cfg(target_arch = "x86_64")]
 pub fn is_intel() -> bool {
     // Asked once: a virtual machine leaves the processor for the answer.
@@ -122,8 +124,8 @@ fn machine() -> Isa {
     Isa::Portable
 }
 
-/// Whether the processor has AMX tiles of bf16, and Linux lets this process use their registers: it asks for them, for
-/// all threads (Linux, Documentation/arch/x86/xstate.rst).
+/// Whether the processor has AMX tiles of bf16, and Linux lets this process use their registers: it
+/// asks for them, for all threads (Linux, Documentation/arch/x86/xstate.rst).
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn amx_permitted() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -150,7 +152,8 @@ pub const LANES: usize = 16;
 /// Bytes by which loops over memory ask for what they will read.
 pub const AHEAD: usize = 2048;
 
-/// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked to.
+/// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked
+/// to.
 #[inline(always)]
 pub fn prefetch<T>(address: *const T) {
     ask::<true, T>(address);
@@ -178,8 +181,9 @@ fn ask<const INTO_L1: bool, T>(address: *const T) {
     let _ = address;
 }
 
-/// As [`prefetch`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than a page, which would fill the queues of what
-/// is on its way, and which processors see coming by themselves.
+/// As [`prefetch`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than
+/// a page, which would fill the queues of what is on its way, and which processors see coming by
+/// themselves.
 #[inline(always)]
 pub fn prefetch_ahead<T>(part: &[T]) {
     const PAGE: usize = 4096;

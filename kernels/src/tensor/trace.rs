@@ -1,10 +1,11 @@
 //! Timed spans of what a thread does: phases of a step, kernels, collectives, waits.
 //!
-//! Nothing is recorded unless a [`Recorder`] is entered on the thread; a span then costs two clock readings, and otherwise a
-//! look at a thread-local. Spans of one thread nest.
+//! Nothing is recorded unless a [`Recorder`] is entered on the thread; a span then costs two clock
+//! readings, and otherwise a look at a thread-local. Spans of one thread nest.
 //!
-//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when that computes what a span queues, rather than when it is queued: by
-//! times that the device notes in passing, and that are read when the recording has ended. Nobody waits for it in between.
+//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when that computes what a span
+//! queues, rather than when it is queued: by times that the device notes in passing, and that are
+//! read when the recording has ended. Nobody waits for it in between.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -38,7 +39,8 @@ pub struct Event {
     /// Since the recorder was made.
     pub start: Duration,
     pub length: Duration,
-    /// Floating-point operations of the span itself, as usually counted for it; 0 if that is not what it is for.
+    /// Floating-point operations of the span itself, as usually counted for it; 0 if that is not
+    /// what it is for.
     pub flops: u64,
     /// Bytes that the operation must at least read and write, or put on the wire.
     pub bytes: u64,
@@ -80,7 +82,8 @@ impl Recorder {
         }))
     }
 
-    /// The recorder that the present thread records to, if any: to be entered on another thread that works for it.
+    /// The recorder that the present thread records to, if any: to be entered on another thread
+    /// that works for it.
     pub fn current() -> Option<Self> {
         RECORDING
             .get()
@@ -88,8 +91,8 @@ impl Recorder {
             .flatten()
     }
 
-    /// Records the present thread's spans until the guard is dropped. A thread of the name `name` that entered before
-    /// continues its track.
+    /// Records the present thread's spans until the guard is dropped. A thread of the name `name`
+    /// that entered before continues its track.
     pub fn enter(&self, name: &str) -> Entered {
         let mut threads = lock(&self.0.threads);
         let thread = threads.iter().position(|known| known == name).unwrap_or_else(|| {
@@ -109,7 +112,8 @@ impl Recorder {
         Entered { before }
     }
 
-    /// As [`Recorder::enter`], with the times of what `device` computes if it is a GPU, which is then waited for.
+    /// As [`Recorder::enter`], with the times of what `device` computes if it is a GPU, which is
+    /// then waited for.
     ///
     /// # Errors
     /// What the driver says.
@@ -138,10 +142,12 @@ impl Recorder {
         lock(&self.0.threads).clone()
     }
 
-    /// Takes what was recorded, by start; of two spans with one start, the outer first. Threads that are still inside contribute what they recorded before.
+    /// Takes what was recorded, by start; of two spans with one start, the outer first. Threads
+    /// that are still inside contribute what they recorded before.
     pub fn take(&self) -> Vec<Event> {
         let mut events = std::mem::take(&mut *lock(&self.0.events));
-        // Spans end before those around them: of two with the same times, which a GPU's clock gives, the later one is the outer.
+        // Spans end before those around them: of two with the same times, which a GPU's clock
+        // gives, the later one is the outer.
         events.reverse();
         events.sort_by_key(|e| (e.thread, e.start, std::cmp::Reverse(e.length)));
         events
@@ -177,7 +183,8 @@ impl Clock {
         Ok(Self { gpu, zero, at: begin.elapsed(), taken: Vec::new() })
     }
 
-    /// Gives events the device's times. Both ends are taken from the same zero, so that rounding keeps what is nested so.
+    /// Gives events the device's times. Both ends are taken from the same zero, so that rounding
+    /// keeps what is nested so.
     fn read(&self, events: &mut [Event]) -> crate::Result<()> {
         for (event, start, end) in &self.taken {
             let (start, end) = (start.since(&self.zero)?, end.since(&self.zero)?);
@@ -206,7 +213,8 @@ impl Drop for Entered {
             #[cfg(gpu)]
             let local = {
                 let mut local = local;
-                // A device that fails says so where its results are wanted; the host's times are left then.
+                // A device that fails says so where its results are wanted; the host's times are
+                // left then.
                 let read = local.clock.as_ref().map(|clock| clock.read(&mut local.events));
                 drop(read);
                 local

@@ -1,8 +1,10 @@
-//! Copies between a GPU and the host's memory beside what is computed: for those who move tensors through the host.
+//! Copies between a GPU and the host's memory beside what is computed: for those who move tensors
+//! through the host.
 //!
-//! The host's side are tensors of locked memory, which the device copies from and to by itself; they are kept and used again. Copies run on
-//! streams of their own and wait for the [`Mark`] that was set when a tensor was handed over, not for what was queued since; what is queued
-//! after [`put`] waits for its copy. The host waits in [`fetch`], for that copy alone.
+//! The host's side are tensors of locked memory, which the device copies from and to by itself;
+//! they are kept and used again. Copies run on streams of their own and wait for the [`Mark`] that
+//! was set when a tensor was handed over, not for what was queued since; what is queued after
+//! [`put`] waits for its copy. The host waits in [`fetch`], for that copy alone.
 
 use candle_core::{Device, Tensor};
 
@@ -13,7 +15,8 @@ use crate::tensor::gpu::transfer as imp;
 /// A point in the order of what a GPU computes.
 pub struct Mark(#[cfg(gpu)] pub(crate) imp::Mark, #[cfg(not(gpu))] std::convert::Infallible);
 
-/// A tensor of the host's memory that a GPU copies from or to. Its memory is used again when it is dropped.
+/// A tensor of the host's memory that a GPU copies from or to. Its memory is used again when it is
+/// dropped.
 pub struct Staged(#[cfg(gpu)] pub(crate) imp::Staged, #[cfg(not(gpu))] std::convert::Infallible);
 
 impl Staged {
@@ -26,7 +29,8 @@ impl Staged {
     }
 }
 
-/// A mark behind all that is queued so far on `device`; nothing for the CPU, whose tensors need no copies.
+/// A mark behind all that is queued so far on `device`; nothing for the CPU, whose tensors need no
+/// copies.
 ///
 /// # Errors
 /// What the driver says.
@@ -67,7 +71,8 @@ pub fn room(t: &Tensor, _of: &Mark) -> Result<Staged> {
     }
 }
 
-/// Copies into `t`, after the mark and before what is queued on its device from now on. Nobody waits.
+/// Copies into `t`, after the mark and before what is queued on its device from now on. Nobody
+/// waits.
 ///
 /// # Errors
 /// As [`fetch`].

@@ -10,7 +10,8 @@ use crate::{Error, Result};
 
 /// The elements of a contiguous CPU tensor under the read lock of its storage.
 ///
-/// Take one per storage at a time (a waiting writer would deadlock a second); copy small operands with [`copied`].
+/// Take one per storage at a time (a waiting writer would deadlock a second); copy small operands
+/// with [`copied`].
 pub struct View<'a, T> {
     storage: StorageRef<'a>,
     range: Range<usize>,
@@ -19,7 +20,8 @@ pub struct View<'a, T> {
 
 impl<'a, T: HostElem> View<'a, T> {
     /// # Errors
-    /// If `t`, named `what` in messages of `op`, is not contiguous, not of type `T`, or not on the CPU.
+    /// If `t`, named `what` in messages of `op`, is not contiguous, not of type `T`, or not on the
+    /// CPU.
     pub fn new(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<Self> {
         Self::of(t, op, |layout| {
             let (start, end) =
@@ -29,7 +31,8 @@ impl<'a, T: HostElem> View<'a, T> {
         .map(|(view, ())| view)
     }
 
-    /// As [`View::new`], also of a tensor whose rows lie apart: all from the first to the last element, and the distance of rows.
+    /// As [`View::new`], also of a tensor whose rows lie apart: all from the first to the last
+    /// element, and the distance of rows.
     ///
     /// # Errors
     /// As [`View::new`], where such a tensor need not be contiguous.
@@ -79,7 +82,8 @@ pub fn same_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
-/// Refuses a result, `what`, in the storage of an operand, whose lending for reading it would wait for.
+/// Refuses a result, `what`, in the storage of an operand, whose lending for reading it would wait
+/// for.
 pub fn expect_apart(
     op: &'static str,
     what: &str,

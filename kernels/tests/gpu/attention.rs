@@ -188,8 +188,9 @@ fn with_nan(name: &str, dims: [usize; 3], nan: &[Range<usize>], dtype: DType) ->
     Tensor::from_vec(values, &dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Three documents of whole tiles: what is in the first and the third reaches nothing of the second, not even multiplied by a weight of 0. So
-/// tiles that nothing is seen of are left out, rather than hidden.
+/// Three documents of whole tiles: what is in the first and the third reaches nothing of the
+/// second, not even multiplied by a weight of 0. So tiles that nothing is seen of are left out,
+/// rather than hidden.
 #[track_caller]
 fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
     const TILE: usize = 128;
@@ -233,7 +234,8 @@ fn tiles_outside_of_a_document_are_left_out() {
     other_documents_are_not_read(shape(1, 1, 64), DType::F32);
 }
 
-/// A GPU's table is not read by the host, which would refuse these; a kernel that waited for a tile of keys that nobody sees, or that nobody copies, would not end.
+/// A GPU's table is not read by the host, which would refuse these; a kernel that waited for a tile
+/// of keys that nobody sees, or that nobody copies, would not end.
 #[test]
 fn a_query_sees_itself_whatever_the_table_says() {
     for head_dim in [64, 96, 128, 256] {
@@ -367,7 +369,8 @@ fn tokens_fed_in_any_portions_see_those_before() {
         (shape(1, 4, 40), Some(&slopes[..]), None),
         (shape(1, 10, 5), None, Some(3)),
         (shape(4, 1, 128), Some(&slopes), Some(9)),
-        // Values that no power of two threads share, and more heads than are weighed side by side; the widest.
+        // Values that no power of two threads share, and more heads than are weighed side by side;
+        // the widest.
         (shape(1, 9, 96), None, None),
         (shape(1, 2, 256), None, Some(7)),
     ] {
@@ -436,14 +439,17 @@ fn tiles_of_whole_warpgroups() {
         narrow(2),
         &How { alibi: true, window: Some(100), documents: documents.clone(), ..How::default() },
     );
-    // Several groups of several heads, several samples; whole tiles of queries and of keys, and one row more.
+    // Several groups of several heads, several samples; whole tiles of queries and of keys, and one
+    // row more.
     compare(128, 2, shape(2, 2, 64), &How::default());
     compare(193, 2, shape(2, 2, 128), &How { documents, ..How::default() });
     compare(256, 1, wide(1), &How { window: Some(65), ..How::default() });
     compare(320, 1, narrow(3), &How { documents: Some(vec![64, 128, 63]), ..How::default() });
-    // More heads than one, and tiles behind the first: what a compiler once kept in the wrong registers from one tile to the next.
+    // More heads than one, and tiles behind the first: what a compiler once kept in the wrong
+    // registers from one tile to the next.
     compare(150, 2, shape(2, 2, 64), &How::default());
-    // Forward's tiles are of three warpgroups of queries where heads are narrow; the first one lacks what is missing to whole ones, which leaves warpgroups of it idle.
+    // Forward's tiles are of three warpgroups of queries where heads are narrow; the first one
+    // lacks what is missing to whole ones, which leaves warpgroups of it idle.
     for s in [192, 193, 255] {
         compare(s, 1, narrow(2), &How::default());
     }
@@ -453,7 +459,8 @@ fn tiles_of_whole_warpgroups() {
     for shape in [narrow(2), wide(1)] {
         other_documents_are_not_read(shape, DType::BF16);
     }
-    // Twice as many tiles of queries as multiprocessors, and more, so that blocks of forward go on to another one: the emulator and the stand-ins have few.
+    // Twice as many tiles of queries as multiprocessors, and more, so that blocks of forward go on
+    // to another one: the emulator and the stand-ins have few.
     if multiprocessors() > 16 {
         let heads = 2 * multiprocessors() / 4 + 3;
         compare(129, 2, narrow(heads), &How::default());
@@ -470,7 +477,8 @@ fn tiles_of_whole_warpgroups() {
     compare(20, 1, shape(1, 1, 96), &How::default());
 }
 
-/// Runs tests of this program with other kernels, which are chosen once by a process. One that waits for ever is ended, and fails.
+/// Runs tests of this program with other kernels, which are chosen once by a process. One that
+/// waits for ever is ended, and fails.
 #[track_caller]
 fn with_kernels(which: &str, tests: &[&str]) {
     // The emulator and the stand-ins take minutes.
@@ -539,7 +547,8 @@ fn kernels_that_are_not_there_are_named() {
     );
 }
 
-/// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head forward, 2.5 times as many backward.
+/// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head
+/// forward, 2.5 times as many backward.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "a measurement: attention::speed --exact --ignored --nocapture, with and without MEGATRON_ATTENTION=mma"]

@@ -72,8 +72,8 @@ fn gradients_are_rounded_into_another_tensor() {
     }
 }
 
-/// Rows of every number of blocks to a multiprocessor: the cases that fit, and wide ones, of which the last has threads with different numbers of
-/// whole batches.
+/// Rows of every number of blocks to a multiprocessor: the cases that fit, and wide ones, of which
+/// the last has threads with different numbers of whole batches.
 fn whole_rows() -> impl Iterator<Item = (usize, usize, usize, usize)> {
     CASES.into_iter().chain([
         (2, 20_000, 19_990, 0),
@@ -177,7 +177,8 @@ fn sums_move_to_the_maximum_of_all_ranks() {
 
 #[test]
 fn a_thread_that_sees_only_minus_infinity_at_first_still_counts_what_follows() {
-    // Wide enough that the first thread sees two vectors, and two elements where there are no vectors.
+    // Wide enough that the first thread sees two vectors, and two elements where there are no
+    // vectors.
     for v in [2500, 2501] {
         let sum = |device: &Device| {
             let logits: Vec<f32> =

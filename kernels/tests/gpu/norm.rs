@@ -7,8 +7,8 @@ use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_bac
 
 const EPS: f64 = 1e-5;
 
-/// Rows and widths of every kernel: a row to a warp (up to 2048 elements), to a block (up to 16384), of any width; the last vector of a
-/// lane, warp or block whole, or missing.
+/// Rows and widths of every kernel: a row to a warp (up to 2048 elements), to a block (up to
+/// 16384), of any width; the last vector of a lane, warp or block whole, or missing.
 const FORWARD: [[usize; 3]; 15] = [
     [3, 2, 1],
     [1, 1, 7],

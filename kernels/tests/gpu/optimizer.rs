@@ -69,7 +69,8 @@ fn dither(i: usize) -> StochasticRounding {
     }
 }
 
-/// The CPU's sums are rounded at other places, so a few elements fall to the other side of a neighbour.
+/// The CPU's sums are rounded at other places, so a few elements fall to the other side of a
+/// neighbour.
 #[test]
 fn moments_in_bf16_are_rounded_by_the_words_of_the_cpu() {
     let n: usize = segments().iter().map(|s| s.len).sum();

@@ -3,7 +3,8 @@
 use crate::support::{Input, check};
 use kernels::ops::regroup::swap_leading;
 
-/// Rows of less than a vector, of whole ones and of some and a rest; fewer items than a block does, and more.
+/// Rows of less than a vector, of whole ones and of some and a rest; fewer items than a block does,
+/// and more.
 #[test]
 fn leading_dimensions_are_swapped() {
     let shapes: [&[usize]; 9] = [

@@ -1,4 +1,5 @@
-//! How a case is run: inputs of every dtype, as whole tensors and as views, on the GPU and in f64 on the CPU.
+//! How a case is run: inputs of every dtype, as whole tensors and as views, on the GPU and in f64
+//! on the CPU.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
@@ -83,7 +84,8 @@ const OFFSETS: [usize; 3] = [
     3,
 ];
 
-/// An operand on the device, in the middle of a storage whose other elements are NaN (the largest integer).
+/// An operand on the device, in the middle of a storage whose other elements are NaN (the largest
+/// integer).
 struct Placed {
     around: Tensor,
     tensor: Tensor,
@@ -138,7 +140,8 @@ fn relative_error(a: &[f64], b: &[f64]) -> f64 {
     if difference == 0.0 { 0.0 } else { difference / norm(&mut b.iter().copied()) }
 }
 
-/// Ways to run a case that must give the same bits: in different orders of threads and blocks when emulated, twice on a GPU.
+/// Ways to run a case that must give the same bits: in different orders of threads and blocks when
+/// emulated, twice on a GPU.
 #[cfg(feature = "emulated")]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     use kernels::tensor::gpu::emulated::{Order, run};
@@ -153,7 +156,8 @@ pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     ["once", "again"].map(|name| (name.to_string(), f(&device))).into()
 }
 
-/// Runs `f`, whose results are new tensors or inputs that it writes into, for every dtype, on the GPU and in f64 on the CPU.
+/// Runs `f`, whose results are new tensors or inputs that it writes into, for every dtype, on the
+/// GPU and in f64 on the CPU.
 #[track_caller]
 pub fn check(case: &str, inputs: &[Input], f: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>) {
     check_with(case, inputs, &DTYPES, f);

@@ -26,7 +26,8 @@ fn views_are_fetched_and_put_where_they_lie() {
             let part = all.narrow(0, 13, 40).unwrap().reshape((8, 5)).unwrap();
             // Twice, so that the second time memory is used again.
             for _ in 0..2 {
-                // Before the mark, which is what copies wait for: its zeros would come later otherwise, or not.
+                // Before the mark, which is what copies wait for: its zeros would come later
+                // otherwise, or not.
                 let other = Tensor::zeros(40, dtype, device).unwrap();
                 let here = mark(device).unwrap().unwrap();
                 let staged = fetch(&part, &here).unwrap();

@@ -27,7 +27,8 @@ fn cases() -> [(usize, usize, HeadShape); 9] {
     ]
 }
 
-/// Softmax attention with an S×S matrix per head; `mask [b, heads, s, s]` multiplies the probabilities.
+/// Softmax attention with an S×S matrix per head; `mask [b, heads, s, s]` multiplies the
+/// probabilities.
 fn plain(qkv: &Tensor, shape: HeadShape, how: Scores, mask: Option<&Tensor>) -> (Tensor, Tensor) {
     let (s, b, _) = qkv.dims3().unwrap();
     let HeadShape { groups, heads_per_group: n, head_dim: d } = shape;
@@ -89,8 +90,8 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: Scores, dropout: Option<&A
     }
 }
 
-/// The mask times 1/(1−p) as a tensor, read off attention itself: with equal scores and one-hot values, output
-/// component j of query q is the (dropped) probability 1/(q+1) of key j.
+/// The mask times 1/(1−p) as a tensor, read off attention itself: with equal scores and one-hot
+/// values, output component j of query q is the (dropped) probability 1/(q+1) of key j.
 fn mask_of(dropout: &AttentionDropout, s: usize, b: usize, heads: usize) -> Tensor {
     let shape = HeadShape { groups: heads, heads_per_group: 1, head_dim: s };
     let mut qkv = vec![0.0; s * b * heads * 3 * s];
@@ -115,7 +116,8 @@ fn forward_and_backward_agree_with_plain_attention() {
 
 #[test]
 fn on_16_bit_tensors_they_agree_with_plain_attention_of_the_same_values() {
-    // Besides the result, probabilities are rounded: half a unit in the last place of 8 and 11 bits, and a few sums of it.
+    // Besides the result, probabilities are rounded: half a unit in the last place of 8 and 11
+    // bits, and a few sums of it.
     for (dtype, tolerance) in [(DType::BF16, 8e-3), (DType::F16, 1e-3)] {
         for (s, b, shape) in cases() {
             let narrow = |name, width| cast(&randn(name, &[s, b, width]), dtype);
@@ -187,7 +189,8 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     }
 }
 
-/// Documents of these lengths, over and over, the second sample's from another point on: `[b, s]` first keys.
+/// Documents of these lengths, over and over, the second sample's from another point on: `[b, s]`
+/// first keys.
 fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
     let first_keys: Vec<u32> = (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect();
     Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()

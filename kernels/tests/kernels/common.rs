@@ -1,4 +1,5 @@
-//! What the tests of all kernels share: inputs, candle's autograd as the oracle, comparison, thread pools.
+//! What the tests of all kernels share: inputs, candle's autograd as the oracle, comparison, thread
+//! pools.
 
 use candle_core::{DType, Device, Tensor, Var};
 use kernels::tensor::philox::{fill_normal, stream_id};
@@ -73,7 +74,8 @@ pub fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
     }
 }
 
-/// GELU by candle's differentiable operations: its own `gelu` has constants of six digits in its backward.
+/// GELU by candle's differentiable operations: its own `gelu` has constants of six digits in its
+/// backward.
 pub fn tanh_gelu(x: &Tensor) -> Tensor {
     let cubic = x.sqr().unwrap().affine(0.044715, 1.0).unwrap().mul(x).unwrap();
     let tanh = (cubic * (2.0 / std::f64::consts::PI).sqrt()).unwrap().tanh().unwrap();

@@ -6,8 +6,8 @@ use crate::common::{
 use candle_core::{D, DType, Device, Tensor};
 use kernels::ops::cross_entropy::{cross_entropy_backward, rebase, row_statistics};
 
-/// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of which columns
-/// from `vocab` on are padding.
+/// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of
+/// which columns from `vocab` on are padding.
 fn assembled(
     logits: &Tensor,
     targets: &Tensor,

@@ -1,5 +1,5 @@
-//! Every instruction set gives the same bits as the portable code: on sizes that no vector divides, on views that begin anywhere,
-//! on subnormal numbers, infinities and NaNs.
+//! Every instruction set gives the same bits as the portable code: on sizes that no vector divides,
+//! on views that begin anywhere, on subnormal numbers, infinities and NaNs.
 //!
 //! `MEGATRON_SIMD` is read once by a process, so the test runs this program again for each set.
 
@@ -19,8 +19,8 @@ const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
 const S: usize = 23;
 const B: usize = 3;
 
-/// A view that begins three elements into its storage. Some elements are subnormal or 0; if `wild`, others are not finite or at the
-/// ends of exp's range.
+/// A view that begins three elements into its storage. Some elements are subnormal or 0; if `wild`,
+/// others are not finite or at the ends of exp's range.
 fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
     const TAME: [f64; 4] = [1e-40, -6e-8, 0.0, -0.0];
     const WILD: [f64; 8] =
@@ -38,7 +38,8 @@ fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
     flat.narrow(0, 3, n).unwrap().reshape(shape).unwrap()
 }
 
-/// FNV-1a of the bits of `results`; all NaNs count as one, since which of two operands' NaNs survives is the compiler's choice.
+/// FNV-1a of the bits of `results`; all NaNs count as one, since which of two operands' NaNs
+/// survives is the compiler's choice.
 fn hash(results: &[Tensor]) -> u64 {
     let words = results
         .iter()
@@ -47,8 +48,8 @@ fn hash(results: &[Tensor]) -> u64 {
     words.fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01B3))
 }
 
-/// Which weights attention keeps, of 70 queries and keys: with equal scores and one-hot values, component j of query q's output is not 0
-/// where it keeps key j.
+/// Which weights attention keeps, of 70 queries and keys: with equal scores and one-hot values,
+/// component j of query q's output is not 0 where it keeps key j.
 fn weights_kept(dropout: &AttentionDropout, dtype: DType) -> kernels::Result<Tensor> {
     let s = 70;
     let (b, shape) =

@@ -46,7 +46,8 @@ fn forward_and_gradients_agree_with_autograd() {
     }
 }
 
-/// A layer with GELU, and one behind it, whose input gradient is turned into that of GELU's argument.
+/// A layer with GELU, and one behind it, whose input gradient is turned into that of GELU's
+/// argument.
 #[test]
 fn layers_with_gelu_agree_with_autograd() {
     for (s, b, k, n) in SHAPES {
@@ -135,7 +136,8 @@ fn parameter_gradients_accumulate_into_views_of_a_flat_buffer() {
     assert_eq!(outside, [1.0; 4]);
 }
 
-/// Rows go in order into sums of 64, and these in order into the gradient, however many are read at once.
+/// Rows go in order into sums of 64, and these in order into the gradient, however many are read at
+/// once.
 #[test]
 fn a_bias_gradient_adds_rows_in_a_fixed_order() {
     for (rows, n) in [(150, 77), (64, 16), (7, 33)] {
@@ -305,7 +307,8 @@ fn a_result_without_elements_is_none_to_write() {
     linear_dgrad_into(&empty(&[3, 0, 5]), &empty(&[5, 4]), &empty(&[3, 0, 4])).unwrap();
 }
 
-/// Contiguous rows of 1024 lie a multiple of 4 KiB apart, where products pack what they read in place elsewhere.
+/// Contiguous rows of 1024 lie a multiple of 4 KiB apart, where products pack what they read in
+/// place elsewhere.
 #[test]
 fn rows_of_results_and_of_their_gradients_may_lie_apart() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {

@@ -1,4 +1,5 @@
-//! Every kernel against candle's differentiable operations, textbook formulas, and itself on other threads and cuts.
+//! Every kernel against candle's differentiable operations, textbook formulas, and itself on other
+//! threads and cuts.
 
 mod activation;
 mod attention;

@@ -172,7 +172,8 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
     }
 }
 
-/// What a step keeps of its moments is their rounding: the nearest of the first, a neighbour of the second; parameters go by both as they were before.
+/// What a step keeps of its moments is their rounding: the nearest of the first, a neighbour of the
+/// second; parameters go by both as they were before.
 #[test]
 fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
     for n in [1, 17, 50_001] {
@@ -202,7 +203,8 @@ fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
     }
 }
 
-/// To the nearest bf16 it would stay at 0.25, where a thousandth of the way to 1 is less than half of the distance to the next.
+/// To the nearest bf16 it would stay at 0.25, where a thousandth of the way to 1 is less than half
+/// of the distance to the next.
 #[test]
 fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
     let (n, steps) = (4096, 1500);
@@ -220,7 +222,8 @@ fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
     assert!((mean / want - 1.0).abs() < 0.003, "{mean} rather than {want}");
 }
 
-/// A matrix by columns, as ranks of tensor parallelism have it, and by ranges of elements, as those of ZeRO have it.
+/// A matrix by columns, as ranks of tensor parallelism have it, and by ranges of elements, as those
+/// of ZeRO have it.
 #[test]
 fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     let (rows, columns, cut) = (40, 1000, 300);

@@ -1,7 +1,9 @@
-//! Saving while training goes on (Megatron-LM's `--async-save`): the state is copied, and a thread of each rank writes the copy.
+//! Saving while training goes on (Megatron-LM's `--async-save`): the state is copied, and a thread
+//! of each rank writes the copy.
 //!
-//! What ranks have to agree on is agreed where they meet anyway, by the threads that train: that everything is ready to be written, and, when
-//! all have written, that it makes a whole, which then appears as [`super::save`] has it appear. Until then earlier checkpoints are what there is.
+//! What ranks have to agree on is agreed where they meet anyway, by the threads that train: that
+//! everything is ready to be written, and, when all have written, that it makes a whole, which then
+//! appears as [`super::save`] has it appear. Until then earlier checkpoints are what there is.
 
 use std::path::Path;
 use std::thread::{self, JoinHandle};
@@ -13,7 +15,8 @@ use crate::comm::Group;
 use crate::params::{ShardRef, snapshot};
 use crate::{Error, Result};
 
-/// A checkpoint that is being written. Dropped, it waits until this rank has written, and nothing appears.
+/// A checkpoint that is being written. Dropped, it waits until this rank has written, and nothing
+/// appears.
 pub struct Saving {
     names: Names,
     iteration: u64,
@@ -22,10 +25,12 @@ pub struct Saving {
     writer: Option<Result<JoinHandle<Result<Written>>>>,
 }
 
-/// Begins to save a checkpoint as [`super::save`] does: when it returns, `shards` may change. Collective over `world`.
+/// Begins to save a checkpoint as [`super::save`] does: when it returns, `shards` may change.
+/// Collective over `world`.
 ///
 /// # Errors
-/// As [`super::save`], where the checkpoint cannot be begun; what goes wrong on one rank from then on, [`Saving::finish`] tells all of them.
+/// As [`super::save`], where the checkpoint cannot be begun; what goes wrong on one rank from then
+/// on, [`Saving::finish`] tells all of them.
 pub fn begin(
     dir: &Path,
     iteration: u64,
@@ -51,7 +56,8 @@ impl Saving {
         self.iteration
     }
 
-    /// Whether this rank has nothing left to write, so that [`Saving::finish`] does not wait for it.
+    /// Whether this rank has nothing left to write, so that [`Saving::finish`] does not wait for
+    /// it.
     pub fn is_written(&self) -> bool {
         self.writer
             .as_ref()

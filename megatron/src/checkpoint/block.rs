@@ -1,10 +1,13 @@
-//! Boxes of a tensor: how flat ranges decompose into them, how two of them overlap, whether a set covers a tensor.
+//! Boxes of a tensor: how flat ranges decompose into them, how two of them overlap, whether a set
+//! covers a tensor.
 //!
-//! Everything here is arithmetic on indices that were checked to lie within the tensor; nothing allocates by extent.
+//! Everything here is arithmetic on indices that were checked to lie within the tensor; nothing
+//! allocates by extent.
 
 use std::ops::Range;
 
-/// A full box of a tensor whose elements lie in row-major order from `start` on in some linear data.
+/// A full box of a tensor whose elements lie in row-major order from `start` on in some linear
+/// data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Block {
     /// First index in each dimension of the tensor.
@@ -28,7 +31,8 @@ pub(super) fn volume(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent))
 }
 
-/// Why (`offset`, `shape`, `flat`) is not a part of a tensor of shape `global`; `None` if it is one.
+/// Why (`offset`, `shape`, `flat`) is not a part of a tensor of shape `global`; `None` if it is
+/// one.
 pub(super) fn misfit(
     global: &[usize],
     offset: &[usize],
@@ -56,8 +60,8 @@ pub(super) fn misfit(
     }
 }
 
-/// The flat range `flat` of the box at `offset` of shape `shape`, as at most 2·d − 1 full boxes; the range's first
-/// element is at `start` in the data.
+/// The flat range `flat` of the box at `offset` of shape `shape`, as at most 2·d − 1 full boxes;
+/// the range's first element is at `start` in the data.
 pub(super) fn blocks(
     offset: &[usize],
     shape: &[usize],
@@ -142,10 +146,12 @@ impl Block {
         self.start + within
     }
 
-    /// Calls `f` with the longest contiguous runs that this block (as source) and `other` (as destination) share.
+    /// Calls `f` with the longest contiguous runs that this block (as source) and `other` (as
+    /// destination) share.
     pub fn for_each_run(&self, other: &Block, mut f: impl FnMut(Run)) {
         let Some((offset, shape)) = self.intersection(other) else { return };
-        // Trailing dimensions that both blocks hold whole are contiguous in both, and so is the dimension before them.
+        // Trailing dimensions that both blocks hold whole are contiguous in both, and so is the
+        // dimension before them.
         let mut inner = shape.len();
         while inner > 0
             && shape[inner - 1] == self.shape[inner - 1]
@@ -167,7 +173,8 @@ impl Block {
     }
 }
 
-/// Checks that `blocks` cover a tensor of `numel` elements exactly once, `owner(i)` naming the i-th block's origin.
+/// Checks that `blocks` cover a tensor of `numel` elements exactly once, `owner(i)` naming the i-th
+/// block's origin.
 ///
 /// # Errors
 /// A sentence saying what overlaps, or how many elements nothing covers.
@@ -207,7 +214,8 @@ mod tests {
     use super::super::tests::Random;
     use super::*;
 
-    /// Row-major index in a tensor of shape `global` of every element of a block, in the block's order.
+    /// Row-major index in a tensor of shape `global` of every element of a block, in the block's
+    /// order.
     fn elements(global: &[usize], block: &Block) -> Vec<usize> {
         (0..volume(&block.shape).unwrap())
             .map(|flat| {
@@ -226,8 +234,8 @@ mod tests {
         (0..random.below(5)).map(|_| 1 + random.below(5)).collect()
     }
 
-    /// A box of more than half of each extent in most cases, so that two of them share several indices of several
-    /// dimensions.
+    /// A box of more than half of each extent in most cases, so that two of them share several
+    /// indices of several dimensions.
     fn random_box(random: &mut Random, global: &[usize]) -> (Vec<usize>, Vec<usize>) {
         let cut = |random: &mut Random, extent: usize| {
             random.below(extent).min(random.below(extent)).min(extent / 2)
@@ -305,7 +313,8 @@ mod tests {
         assert!(hole.contains("nothing holds 3 of its 12"), "{hole}");
         let overlap = check_cover(12, &[rows(0, 3), rows(2, 4)], owner).unwrap_err();
         assert!(overlap.contains("[2, 0]") && overlap.contains("block 0 and block 1"), "{overlap}");
-        let both = check_cover(12, &[rows(0, 2), rows(1, 3)], owner); // as many elements as the tensor has
+        // as many elements as the tensor has
+        let both = check_cover(12, &[rows(0, 2), rows(1, 3)], owner);
         assert!(both.is_err());
     }
 

@@ -1,7 +1,8 @@
-//! One run at a time saves into a folder: two would remove each other's half-written checkpoints and move one pointer.
+//! One run at a time saves into a folder: two would remove each other's half-written checkpoints
+//! and move one pointer.
 //!
-//! The lock is the operating system's (`flock`, of the folder itself, so that no file is left): it ends with the process
-//! that holds it, however that dies.
+//! The lock is the operating system's (`flock`, of the folder itself, so that no file is left): it
+//! ends with the process that holds it, however that dies.
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
@@ -59,13 +60,15 @@ impl Claim {
     }
 }
 
-/// Claims `dir`, which is created if need be, for the run of `world`, and sees to it that it is one folder for all ranks, which else the first save would
-/// find out. Collective over `world`.
+/// Claims `dir`, which is created if need be, for the run of `world`, and sees to it that it is one
+/// folder for all ranks, which else the first save would find out. Collective over `world`.
 ///
-/// Where a file system knows no locks of folders (some network file systems), the claim is granted unseen.
+/// Where a file system knows no locks of folders (some network file systems), the claim is granted
+/// unseen.
 ///
 /// # Errors
-/// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank does not see what rank 0 wrote.
+/// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank
+/// does not see what rank 0 wrote.
 pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
     let mine = if world.rank() == 0 { lock(dir).map(Some) } else { Ok(None) };
     agree(dir, world, mine.as_ref().err())?;
@@ -102,7 +105,8 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
     agree(dir, world, (!is_seen).then_some(&refusal))
 }
 
-/// Removes what a run left that was killed in the midst of this: of one that goes on, the lock is held.
+/// Removes what a run left that was killed in the midst of this: of one that goes on, the lock is
+/// held.
 fn remove_marks(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(MARK) {

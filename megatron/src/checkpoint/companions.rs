@@ -1,4 +1,5 @@
-//! Files that go along with checkpoints, such as a tokenizer: copied beside them, each whole or not at all.
+//! Files that go along with checkpoints, such as a tokenizer: copied beside them, each whole or not
+//! at all.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -19,7 +20,8 @@ fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// Small files on their way beside a checkpoint. They are in memory, so that it does not matter where they came from.
+/// Small files on their way beside a checkpoint. They are in memory, so that it does not matter
+/// where they came from.
 pub struct Companions(Vec<Companion>);
 
 struct Companion {

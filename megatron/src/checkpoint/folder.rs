@@ -1,4 +1,5 @@
-//! Names in a checkpoint folder, the pointer to the latest checkpoint, and how one appears whole or not at all.
+//! Names in a checkpoint folder, the pointer to the latest checkpoint, and how one appears whole or
+//! not at all.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -70,14 +71,15 @@ impl Names {
         Ok(())
     }
 
-    /// Removes the temporary folder, as far as the system lets us: what stays is removed by the next save.
+    /// Removes the temporary folder, as far as the system lets us: what stays is removed by the
+    /// next save.
     pub fn discard(&self) {
         let _ = fs::remove_dir_all(&self.temp);
         let _ = fs::remove_file(self.dir.join(POINTER_TEMP));
     }
 
-    /// Moves the complete temporary folder into place, and the pointer to it. After an error everything is as before,
-    /// but for the temporary folder.
+    /// Moves the complete temporary folder into place, and the pointer to it. After an error
+    /// everything is as before, but for the temporary folder.
     pub fn commit(&self) -> Result<()> {
         sync_folder(&self.temp)?;
         // Everything that needs space comes before the first rename.
@@ -115,11 +117,13 @@ pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
     Names::new(dir, iteration).target
 }
 
-/// The folder of the checkpoint that `path` means: `path` itself if it is one (`…/iter_0000100`), else that of `iteration` in it,
-/// else the one its pointer names, else, where there is no pointer, the only one.
+/// The folder of the checkpoint that `path` means: `path` itself if it is one (`…/iter_0000100`),
+/// else that of `iteration` in it, else the one its pointer names, else, where there is no pointer,
+/// the only one.
 ///
 /// # Errors
-/// If there is no such checkpoint. Where there are several and no pointer, it names their iterations.
+/// If there is no such checkpoint. Where there are several and no pointer, it names their
+/// iterations.
 pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     let is_one = |folder: &Path| folder.join(MANIFEST).exists();
     if is_one(path) {
@@ -188,8 +192,8 @@ fn those_in(dir: &Path) -> Result<String> {
     })
 }
 
-/// The folder of the checkpoint that a run given `path` goes on from, found as [`locate`] does; `None` where `path` is no
-/// checkpoint and holds none, so that a run starts afresh.
+/// The folder of the checkpoint that a run given `path` goes on from, found as [`locate`] does;
+/// `None` where `path` is no checkpoint and holds none, so that a run starts afresh.
 ///
 /// # Errors
 /// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose
@@ -219,7 +223,8 @@ pub fn existing(dir: &Path) -> Result<Option<PathBuf>> {
     })
 }
 
-/// The folder around that of one checkpoint, `path` (`…/iter_0000100`): there lies what belongs to all of them, such as a tokenizer.
+/// The folder around that of one checkpoint, `path` (`…/iter_0000100`): there lies what belongs to
+/// all of them, such as a tokenizer.
 ///
 /// # Errors
 /// If `path` is not there.
@@ -278,7 +283,8 @@ pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// What to do about a checkpoint `folder` that is damaged: use another one, such as those beside it, the latest first.
+/// What to do about a checkpoint `folder` that is damaged: use another one, such as those beside
+/// it, the latest first.
 pub(super) fn use_another(folder: &Path) -> String {
     let beside = folder.parent().map_or_else(Vec::new, |dir| iterations(dir).unwrap_or_default());
     let dir = folder.parent().unwrap_or(folder);
@@ -324,7 +330,8 @@ pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Asserts that there is nothing in `dir` that a new checkpoint beside it would replace, or take the pointer from.
+/// Asserts that there is nothing in `dir` that a new checkpoint beside it would replace, or take
+/// the pointer from.
 pub(super) fn refuse_checkpoint(dir: &Path) -> Result<()> {
     match any_checkpoint(dir)? {
         None => Ok(()),
@@ -340,8 +347,8 @@ fn hidden(name: &str) -> Option<(u64, &str)> {
     ours.then_some((digits.parse().ok()?, suffix))
 }
 
-/// The checkpoint to resume from: the one that the pointer in `dir` names; `None` where there is no pointer (or no
-/// `dir`), that is, nothing was saved.
+/// The checkpoint to resume from: the one that the pointer in `dir` names; `None` where there is no
+/// pointer (or no `dir`), that is, nothing was saved.
 ///
 /// # Errors
 /// If the pointer is not an iteration, names a checkpoint that is not there, or cannot be read.

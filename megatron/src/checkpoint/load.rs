@@ -1,6 +1,8 @@
-//! Loading: fills a rank's shards from whatever chunks hold their elements, and checks whole checkpoints.
+//! Loading: fills a rank's shards from whatever chunks hold their elements, and checks whole
+//! checkpoints.
 //!
-//! No rank needs another one for it; each reads only the chunks it wants elements of, one at a time.
+//! No rank needs another one for it; each reads only the chunks it wants elements of, one at a
+//! time.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,7 +15,8 @@ use super::values::{Pair, check_shard, write_shared};
 use crate::params::ShardRef;
 use crate::{Error, Result};
 
-/// Fills `shards` in place from the checkpoint in folder `path` (`…/iter_0000100`); see [`Manifest::load`].
+/// Fills `shards` in place from the checkpoint in folder `path` (`…/iter_0000100`); see
+/// [`Manifest::load`].
 ///
 /// # Errors
 /// As [`Manifest::read`] and [`Manifest::load`].
@@ -56,7 +59,8 @@ impl Manifest {
         })
     }
 
-    /// Fills `shards` in place, converting to the dtype of each. On an error some may be filled and some not.
+    /// Fills `shards` in place, converting to the dtype of each. On an error some may be filled and
+    /// some not.
     ///
     /// # Errors
     /// If the checkpoint lacks a tensor or has it in another shape, or a file is damaged.

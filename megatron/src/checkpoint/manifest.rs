@@ -1,6 +1,7 @@
 //! The manifest: which logical tensors a checkpoint holds, and where their elements lie.
 //!
-//! It is JSON; its first line holds the CRC-32C of all the others, so that a damaged manifest is never obeyed.
+//! It is JSON; its first line holds the CRC-32C of all the others, so that a damaged manifest is
+//! never obeyed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -64,8 +65,8 @@ pub struct TensorEntry {
     pub chunks: Vec<Chunk>,
 }
 
-/// What a checkpoint holds. One that was read is valid: boxes lie in their tensors and cover them exactly, files are in
-/// place and of the right size; only the files' contents are yet unchecked.
+/// What a checkpoint holds. One that was read is valid: boxes lie in their tensors and cover them
+/// exactly, files are in place and of the right size; only the files' contents are yet unchecked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     pub format_version: u32,
@@ -85,7 +86,8 @@ impl Manifest {
     /// Reads and checks the manifest of the checkpoint in folder `path` (`…/iter_0000100`).
     ///
     /// # Errors
-    /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or has another size.
+    /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or
+    /// has another size.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let bytes = files::read(&file, MAX_MANIFEST_BYTES).map_err(|e| match e.kind() {
@@ -186,8 +188,8 @@ impl Manifest {
         self.tensors.iter().map(|tensor| ((tensor.name.as_str(), tensor.kind), tensor)).collect()
     }
 
-    /// Checks that the checkpoint holds exactly the tensors `expected` (name, kind, unpadded shape) of the kinds that
-    /// occur in it; kinds that nobody asks for are ignored.
+    /// Checks that the checkpoint holds exactly the tensors `expected` (name, kind, unpadded shape)
+    /// of the kinds that occur in it; kinds that nobody asks for are ignored.
     ///
     /// # Errors
     /// One that spells out the first differences.

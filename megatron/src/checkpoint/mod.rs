@@ -6,10 +6,11 @@
 //! DIR/iter_0000100/rank_00003.safetensors  what rank 3 owned and wrote
 //! ```
 //!
-//! The manifest lists every logical tensor (name, kind, unpadded shape, dtype) with its chunks: each names a file, a
-//! tensor in it, and which elements of which box of the logical tensor lie there, with a CRC-32C of their bytes.
-//! Nothing in it says tp, pp or dp: loading intersects what a rank wants with what the chunks hold ([`load`]). The
-//! manifest also carries the trainer's own state as JSON that this module does not look into.
+//! The manifest lists every logical tensor (name, kind, unpadded shape, dtype) with its chunks:
+//! each names a file, a tensor in it, and which elements of which box of the logical tensor lie
+//! there, with a CRC-32C of their bytes. Nothing in it says tp, pp or dp: loading intersects what a
+//! rank wants with what the chunks hold ([`load`]). The manifest also carries the trainer's own
+//! state as JSON that this module does not look into.
 //!
 //! A checkpoint appears whole or not at all ([`save`]): everything is written to
 //! `DIR/.iter_0000100.tmp`, synced, and renamed; the pointer moves last. It may be written while

@@ -1,4 +1,5 @@
-//! What one rank's file holds: which pieces of which tensors, under which names, in which order, in which chunks.
+//! What one rank's file holds: which pieces of which tensors, under which names, in which order, in
+//! which chunks.
 //!
 //! One place for it, so that a file that is resharded is the file that a run would have saved.
 
@@ -13,7 +14,8 @@ use super::shard_file::Item;
 use super::values::Float;
 use crate::params::{Piece, StateKind};
 
-/// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors have several.
+/// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors
+/// have several.
 pub(super) const CHUNK_ELEMENTS: usize = if cfg!(test) { 16 } else { 1 << 24 };
 
 /// One rank's share of one logical tensor.
@@ -84,7 +86,8 @@ impl RankFile {
         (0..len).step_by(CHUNK_ELEMENTS).map(move |start| start..len.min(start + CHUNK_ELEMENTS))
     }
 
-    /// What to say of the file of `bytes` bytes once it is written; `checksums`: those of the chunks of each item.
+    /// What to say of the file of `bytes` bytes once it is written; `checksums`: those of the
+    /// chunks of each item.
     pub fn written(self, bytes: u64, checksums: &[Vec<u32>]) -> Written {
         let entry = |share: &Share| TensorEntry {
             name: share.name.clone(),

@@ -1,7 +1,8 @@
 //! Resharding: the same logical state in the files of another layout, streamed from disk to disk.
 //!
-//! Chunks are read one at a time and checked, and go to all files that want elements of them; what is in memory at once is
-//! bounded by a few chunks, whatever the size of the model. Other threads write, so that reading and writing overlap.
+//! Chunks are read one at a time and checked, and go to all files that want elements of them; what
+//! is in memory at once is bounded by a few chunks, whatever the size of the model. Other threads
+//! write, so that reading and writing overlap.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -28,24 +29,27 @@ use crate::comm::lock;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
 
-/// Bytes of chunks that are kept for other files; more are read again. Small in tests, so that some are.
+/// Bytes of chunks that are kept for other files; more are read again. Small in tests, so that some
+/// are.
 const CACHE_BYTES: usize = if cfg!(test) { 200 } else { 384 << 20 };
 /// Source files that are open at once.
 const OPEN_FILES: usize = 64;
 /// Threads that write: most of the time goes into the system's copies of what is written.
 const WRITERS: usize = 2;
 
-/// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and points `dir` at it. The
-/// files are those that a run of that layout would save. `state` replaces the source's. Of the files named `companions`, such as
-/// a tokenizer, those that lie beside the source are copied, too.
+/// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and
+/// points `dir` at it. The files are those that a run of that layout would save. `state` replaces
+/// the source's. Of the files named `companions`, such as a tokenizer, those that lie beside the
+/// source are copied, too.
 ///
-/// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`] in all; it answers whether
-/// to go on. Returns whether the checkpoint was written, that is, whether it always did.
+/// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`]
+/// in all; it answers whether to go on. Returns whether the checkpoint was written, that is,
+/// whether it always did.
 ///
 /// # Errors
-/// If `dir` holds a checkpoint, a run saves there, another file is where a companion goes, `source` is damaged or lacks a tensor,
-/// or the system refuses. Nothing is left then; a
-/// killed process leaves a hidden folder that the next attempt removes.
+/// If `dir` holds a checkpoint, a run saves there, another file is where a companion goes, `source`
+/// is damaged or lacks a tensor, or the system refuses. Nothing is left then; a killed process
+/// leaves a hidden folder that the next attempt removes.
 pub fn reshard(
     source: &Manifest,
     dir: &Path,
@@ -140,7 +144,8 @@ fn convert(
 ) -> Result<Option<Vec<Written>>> {
     let paths: Vec<PathBuf> = files.iter().map(|file| folder.join(&file.file)).collect();
     let mut sizes = Vec::with_capacity(files.len());
-    // By tensor, in the order in which the files have them, so that the first files are complete first.
+    // By tensor, in the order in which the files have them, so that the first files are complete
+    // first.
     let mut order: Vec<(&str, StateKind)> = Vec::new();
     let mut targets: HashMap<(&str, StateKind), Vec<Target>> = HashMap::new();
     for (rank, (file, path)) in files.iter().zip(&paths).enumerate() {
@@ -186,7 +191,8 @@ fn convert(
                 let Some(tensor) = index.get(key) else { continue };
                 let mut stored = Stored::new(tensor);
                 let mut targets = targets.remove(key).unwrap_or_default();
-                // Along the tensor, so that chunks that are wanted more than once are wanted about the same time.
+                // Along the tensor, so that chunks that are wanted more than once are wanted about
+                // the same time.
                 targets.sort_by_cached_key(|target| {
                     let piece = files[target.rank].piece(target.item);
                     blocks(&piece.offset, &piece.shape, target.flat.clone(), 0)
@@ -282,8 +288,8 @@ fn write_all(
     Ok(checksums)
 }
 
-/// Asks the system to begin writing this part of the file to the disk, without waiting, so that the last sync finds little left
-/// to do. A hint: where it is not heeded, that sync does all the work.
+/// Asks the system to begin writing this part of the file to the disk, without waiting, so that the
+/// last sync finds little left to do. A hint: where it is not heeded, that sync does all the work.
 #[allow(unsafe_code)]
 fn start_writeback(file: &File, from: u64, len: usize) {
     #[cfg(target_os = "linux")]
@@ -384,7 +390,8 @@ struct OpenFiles<'a> {
     buffers: &'a Buffers,
 }
 
-/// The first `len` bytes of memory that is kept whole, so that it need not be zeroed when it is used again.
+/// The first `len` bytes of memory that is kept whole, so that it need not be zeroed when it is
+/// used again.
 struct Buffer {
     memory: Vec<u8>,
     len: usize,
@@ -404,7 +411,8 @@ impl Buffer {
     }
 }
 
-/// Memory of large chunks that are done with, for the next ones: fresh memory costs the system more than the copy into it.
+/// Memory of large chunks that are done with, for the next ones: fresh memory costs the system more
+/// than the copy into it.
 #[derive(Default)]
 struct Buffers(Mutex<Vec<Vec<u8>>>);
 

@@ -18,17 +18,18 @@ use crate::{Error, Result};
 
 /// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
 ///
-/// `shards` is what this rank owns: over all ranks every element of every logical tensor is in exactly one shard.
-/// `state` is the trainer's (rank 0's counts); it comes back as `Manifest::state`, floats to within one unit in the
-/// last place. `dir` is one folder for all ranks.
+/// `shards` is what this rank owns: over all ranks every element of every logical tensor is in
+/// exactly one shard. `state` is the trainer's (rank 0's counts); it comes back as
+/// `Manifest::state`, floats to within one unit in the last place. `dir` is one folder for all
+/// ranks.
 ///
-/// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, from which [`super::latest`]
-/// still finds it should the run be killed between two renames, and removed when the new one is in place. Temporary
-/// folders of killed runs are removed.
+/// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, from which
+/// [`super::latest`] still finds it should the run be killed between two renames, and removed when
+/// the new one is in place. Temporary folders of killed runs are removed.
 ///
 /// # Errors
-/// The same verdict on every rank: the failing rank returns its own reason, the others which rank failed and why. What
-/// was in `dir` before is untouched, and nothing is added.
+/// The same verdict on every rank: the failing rank returns its own reason, the others which rank
+/// failed and why. What was in `dir` before is untouched, and nothing is added.
 pub fn save(
     dir: &Path,
     iteration: u64,
@@ -66,7 +67,8 @@ pub(super) fn verdict<T>(
     }
     match failure {
         Failure::Agreed(error) => {
-            // When a rank returns, the temporary folder is gone. The first error is the one worth telling.
+            // When a rank returns, the temporary folder is gone. The first error is the one worth
+            // telling.
             let _ = world.barrier();
             Err(error)
         }
@@ -183,10 +185,12 @@ fn commit(
     finish(names, iteration, state, written)
 }
 
-/// Completes the checkpoint whose files, in rank order, are `written` in the temporary folder, and moves it into place.
+/// Completes the checkpoint whose files, in rank order, are `written` in the temporary folder, and
+/// moves it into place.
 ///
 /// # Errors
-/// If the files do not make a whole, or the system refuses. Everything is as before then, but for the temporary folder.
+/// If the files do not make a whole, or the system refuses. Everything is as before then, but for
+/// the temporary folder.
 pub(super) fn finish(
     names: &Names,
     iteration: u64,
@@ -195,7 +199,8 @@ pub(super) fn finish(
 ) -> Result<()> {
     let refuse = |message: String| Error::checkpoint(&names.target, message);
     let mut files = BTreeMap::new();
-    let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new(); // with the first rank that has a share of it
+    // with the first rank that has a share of it
+    let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new();
     for (rank, written) in written.into_iter().enumerate() {
         files.insert(written.file, written.bytes);
         for tensor in written.tensors {

@@ -1,7 +1,8 @@
 //! One rank's safetensors file: streamed out tensor by tensor, read back by the part.
 //!
-//! The layout is safetensors' (<https://github.com/huggingface/safetensors#format>): u64 length of a JSON header, the
-//! header, then the tensors' bytes without gaps. The crate's own functions want a file's tensors in memory at once.
+//! The layout is safetensors' (<https://github.com/huggingface/safetensors#format>): u64 length of
+//! a JSON header, the header, then the tensors' bytes without gaps. The crate's own functions want
+//! a file's tensors in memory at once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -22,7 +23,8 @@ const LENGTH_BYTES: u64 = 8;
 /// The longest header that safetensors' readers accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes that are read or written at once where their checksum is taken, too: what was just touched is still in the cache then.
+/// Bytes that are read or written at once where their checksum is taken, too: what was just touched
+/// is still in the cache then.
 pub(super) const CACHED_BYTES: usize = 256 << 10;
 
 /// A tensor of a file, as its header describes it.
@@ -41,8 +43,8 @@ pub(super) struct Content<'a> {
     pub range: Range<usize>,
 }
 
-/// Writes a file of `items` in their order and syncs it; returns its size in bytes, and for each item the CRC-32C of
-/// each group of `elements_per_checksum`, of which the last may be smaller.
+/// Writes a file of `items` in their order and syncs it; returns its size in bytes, and for each
+/// item the CRC-32C of each group of `elements_per_checksum`, of which the last may be smaller.
 ///
 /// # Errors
 /// If the system refuses (a full disk, permissions), or the file exists.
@@ -82,8 +84,8 @@ pub(super) fn write(
     Ok((size, checksums))
 }
 
-/// Everything before the data: the header and its length. It is padded with spaces so that the data is aligned for items in
-/// order of descending element size.
+/// Everything before the data: the header and its length. It is padded with spaces so that the data
+/// is aligned for items in order of descending element size.
 pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     let mut tensors = Vec::with_capacity(items.len());
     let mut at = 0;
@@ -114,7 +116,8 @@ pub struct SafetensorsWriter {
 }
 
 impl SafetensorsWriter {
-    /// Starts a new file of `tensors` (name, dtype, shape), whose bytes are to follow in this order.
+    /// Starts a new file of `tensors` (name, dtype, shape), whose bytes are to follow in this
+    /// order.
     ///
     /// # Errors
     /// If the file exists or cannot be written.
@@ -210,7 +213,8 @@ impl ShardFile {
         Ok(Self { path: path.to_path_buf(), file, metadata, data })
     }
 
-    /// Names, stored dtypes and shapes of its tensors, by name; no dtype where it is none that checkpoints hold.
+    /// Names, stored dtypes and shapes of its tensors, by name; no dtype where it is none that
+    /// checkpoints hold.
     pub fn tensors(&self) -> BTreeMap<String, (Option<Float>, Vec<usize>)> {
         let float = |dtype| {
             [Float::F32, Float::Bf16, Float::F16, Float::F64]

@@ -1,4 +1,5 @@
-//! Writing a checkpoint from one process, tensor by tensor: peak memory is that of the largest tensor.
+//! Writing a checkpoint from one process, tensor by tensor: peak memory is that of the largest
+//! tensor.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,8 +27,8 @@ pub struct StreamWriter {
 }
 
 impl StreamWriter {
-    /// Starts the checkpoint of `iteration` in `dir`, of `tensors` (name, kind, unpadded shape, dtype). Until it is finished or
-    /// dropped no run may save there.
+    /// Starts the checkpoint of `iteration` in `dir`, of `tensors` (name, kind, unpadded shape,
+    /// dtype). Until it is finished or dropped no run may save there.
     ///
     /// # Errors
     /// If `dir` holds a checkpoint, a run saves there, or it cannot be written to.
@@ -96,7 +97,8 @@ impl StreamWriter {
         Ok(())
     }
 
-    /// Lets the checkpoint appear, with the trainer's `state`, and points its folder at it; returns its own folder.
+    /// Lets the checkpoint appear, with the trainer's `state`, and points its folder at it; returns
+    /// its own folder.
     ///
     /// # Errors
     /// If the system refuses or a tensor is missing; what was there before is untouched then.

@@ -119,8 +119,9 @@ impl fmt::Display for Float {
     }
 }
 
-/// Calls `f` with the bytes of the elements `range` of a shard, in order, in as many calls as it takes: one where they are a tensor in host
-/// memory, bounded parts where they are copied from a device or a file or made of halves.
+/// Calls `f` with the bytes of the elements `range` of a shard, in order, in as many calls as it
+/// takes: one where they are a tensor in host memory, bounded parts where they are copied from a
+/// device or a file or made of halves.
 ///
 /// # Errors
 /// If they cannot be read, or what `f` returns.
@@ -190,7 +191,8 @@ fn read_joined(high: &[bf16], low: &[i16], f: &mut impl FnMut(&[u8]) -> Result<(
 /// A block of stored elements and a block of wanted ones of the same logical tensor.
 pub(super) type Pair = (Block, Block);
 
-/// Copies what the blocks of each of `pairs` share from `stored` (bytes of elements of dtype `from`) into a shard's elements, converting.
+/// Copies what the blocks of each of `pairs` share from `stored` (bytes of elements of dtype
+/// `from`) into a shard's elements, converting.
 ///
 /// # Errors
 /// If they cannot be written.
@@ -281,7 +283,8 @@ fn split_run(stored: &[u8], from: Float, high: &mut [bf16], low: Option<&mut [i1
     }
 }
 
-/// Calls `f` with every run that the blocks of each of `pairs` share; where it goes counts from element `first` on.
+/// Calls `f` with every run that the blocks of each of `pairs` share; where it goes counts from
+/// element `first` on.
 fn for_each_run(pairs: &[Pair], first: usize, mut f: impl FnMut(Run)) {
     for (stored, wanted) in pairs {
         stored.for_each_run(wanted, |run| f(Run { dst: run.dst - first, ..run }));
@@ -314,10 +317,12 @@ fn float_of(dtype: DType) -> Result<Float> {
     })
 }
 
-/// Checks that a shard's pieces lie in its logical tensor and in its data; returns the dtype that the data is stored in.
+/// Checks that a shard's pieces lie in its logical tensor and in its data; returns the dtype that
+/// the data is stored in.
 ///
 /// # Errors
-/// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind of dtype.
+/// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind
+/// of dtype.
 pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
     let refuse =
         |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));

@@ -1,4 +1,5 @@
-//! One rank's connection to the world: sending, waiting with deadlines, and agreeing on who was lost.
+//! One rank's connection to the world: sending, waiting with deadlines, and agreeing on who was
+//! lost.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +15,8 @@ pub(crate) const TICK: Duration = Duration::from_millis(100);
 /// Ticks in which a rank that waits says so several times, on a busy machine too.
 pub(crate) const LOOKS: usize = 5;
 
-/// Where the chains of waiting ranks end that begin with `missing`, in a world of `size`; a rank itself if it waits in a circle.
-/// `awaited` says whom a rank waits for.
+/// Where the chains of waiting ranks end that begin with `missing`, in a world of `size`; a rank
+/// itself if it waits in a circle. `awaited` says whom a rank waits for.
 pub(crate) fn ends_of_chains(
     missing: Vec<usize>,
     size: usize,
@@ -33,11 +34,12 @@ pub(crate) fn ends_of_chains(
 
 /// A backend: how bytes get from this rank to the others. Ranks are those of the world.
 pub(crate) trait Link: Send + Sync {
-    /// Queues a message for `dst`. Messages arrive in the order sent; the call never waits for the receiver, and messages
-    /// to a rank that is gone vanish.
+    /// Queues a message for `dst`. Messages arrive in the order sent; the call never waits for the
+    /// receiver, and messages to a rank that is gone vanish.
     fn send(&self, dst: usize, header: Header, payload: Payload);
 
-    /// Whether waiting ranks must call [`Link::pull`]; other backends push into the inbox from their own threads.
+    /// Whether waiting ranks must call [`Link::pull`]; other backends push into the inbox from
+    /// their own threads.
     fn pulls(&self) -> bool {
         false
     }
@@ -52,7 +54,8 @@ pub(crate) trait Link: Send + Sync {
         None
     }
 
-    /// Of ranks that were waited for in vain, those to blame: a rank that itself waits for another is not.
+    /// Of ranks that were waited for in vain, those to blame: a rank that itself waits for another
+    /// is not.
     fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
         missing
     }
@@ -60,7 +63,8 @@ pub(crate) trait Link: Send + Sync {
     /// Tells every rank that the run is over because of `loss`.
     fn spread(&self, loss: &Loss);
 
-    /// Says farewell to every rank and sees to it that what was sent arrives, as dropping the link does. Nothing is sent after it.
+    /// Says farewell to every rank and sees to it that what was sent arrives, as dropping the link
+    /// does. Nothing is sent after it.
     fn leave(&self) {}
 
     /// Memory that all ranks of the world share.
@@ -68,7 +72,8 @@ pub(crate) trait Link: Send + Sync {
         None
     }
 
-    /// Whether ranks may have a core each, so that looking again and again before sleeping takes nothing from others.
+    /// Whether ranks may have a core each, so that looking again and again before sleeping takes
+    /// nothing from others.
     fn alone(&self) -> bool {
         false
     }
@@ -114,7 +119,8 @@ impl Endpoint {
         }
     }
 
-    /// Waits for a message of world rank `src`. `deadline` is asked again at every tick, so it may move.
+    /// Waits for a message of world rank `src`. `deadline` is asked again at every tick, so it may
+    /// move.
     pub fn recv(
         &self,
         src: usize,
@@ -137,7 +143,8 @@ impl Endpoint {
                     }
                     Ok(None) => self.inbox.pulled(src, None),
                     Err(loss) => {
-                        // The backend found the ring empty and its writer gone: nothing more will come.
+                        // The backend found the ring empty and its writer gone: nothing more will
+                        // come.
                         self.inbox.pulled(src, None);
                         if loss.rank == src {
                             self.inbox.lose(src, loss.how);
@@ -164,7 +171,8 @@ impl Endpoint {
         Side::spin(self.link.alone(), ready)
     }
 
-    /// Waits until world rank `src` has brought about `ready` by moving `side` on. `deadline` is asked again at every tick.
+    /// Waits until world rank `src` has brought about `ready` by moving `side` on. `deadline` is
+    /// asked again at every tick.
     pub fn wait_until(
         &self,
         src: usize,
@@ -236,7 +244,8 @@ impl Endpoint {
         self.inbox.condemn(loss);
     }
 
-    /// As [`Endpoint::verdict`], having looked for ranks that were lost without anybody waiting for them.
+    /// As [`Endpoint::verdict`], having looked for ranks that were lost without anybody waiting for
+    /// them.
     pub fn loss(&self) -> Option<Loss> {
         if self.inbox.verdict().is_none()
             && let Some(loss) = self.link.check()

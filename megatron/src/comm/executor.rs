@@ -1,9 +1,10 @@
 //! Runs a group's collectives one after the other, in the order issued, beside the computation.
 //!
-//! Whoever waits runs the front of the queue itself; a worker thread makes progress when nobody waits. Waking the worker for an
-//! operation that its caller waits for at once would cost more than a small operation takes, so a group whose last operation
-//! was waited for at once gives the next one a moment before the worker takes it. Such an operation allocates its job alone and takes
-//! no lock but the queue's.
+//! Whoever waits runs the front of the queue itself; a worker thread makes progress when nobody
+//! waits. Waking the worker for an operation that its caller waits for at once would cost more than
+//! a small operation takes, so a group whose last operation was waited for at once gives the next
+//! one a moment before the worker takes it. Such an operation allocates its job alone and takes no
+//! lock but the queue's.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,8 +20,9 @@ use crate::{Error, Result};
 
 /// How long an operation that is expected to be waited for is left to its caller, at least.
 const GRACE: Duration = Duration::from_millis(1);
-/// How long the worker lets pass between two looks at most, while callers run what they issue: it looks half as often after each such look,
-/// since every one takes a core from a rank that may be waited for.
+/// How long the worker lets pass between two looks at most, while callers run what they issue: it
+/// looks half as often after each such look, since every one takes a core from a rank that may be
+/// waited for.
 const PATIENCE: Duration = Duration::from_millis(8);
 
 /// An operation, which is told its number.
@@ -144,7 +146,8 @@ impl Shared {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.asleep = false;
             } else {
-                // While operations come one after the other, looking now and then costs less than being woken for each.
+                // While operations come one after the other, looking now and then costs less than
+                // being woken for each.
                 seen = state.submitted;
                 let patience = if number.is_some() { GRACE } else { pause };
                 pause = (pause * 2).min(PATIENCE);
@@ -163,7 +166,8 @@ impl Shared {
 pub(crate) struct Executor(Arc<Shared>);
 
 impl Executor {
-    /// Queues `job`, which gets the number of operations submitted before; operations of one thread run in the order it submits them.
+    /// Queues `job`, which gets the number of operations submitted before; operations of one thread
+    /// run in the order it submits them.
     ///
     /// # Errors
     /// If the worker thread cannot be started.
@@ -246,7 +250,8 @@ mod tests {
     /// How long a test waits for what should come at once.
     const LONG: Duration = Duration::from_secs(10);
 
-    /// Jobs that tell as the how-manieth they were submitted and as the how-manieth they run; those for which `fails` end with an error.
+    /// Jobs that tell as the how-manieth they were submitted and as the how-manieth they run; those
+    /// for which `fails` end with an error.
     fn submit(
         executor: &Executor,
         count: u64,

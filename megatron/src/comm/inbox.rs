@@ -1,7 +1,8 @@
 //! Where messages to one rank wait until an operation asks for them.
 //!
-//! Collectives of a group take a peer's messages in order of arrival; point-to-point receives take the n-th message of
-//! (group, peer, tag). Backends either push messages here from their own threads, or are pulled by whoever waits.
+//! Collectives of a group take a peer's messages in order of arrival; point-to-point receives take
+//! the n-th message of (group, peer, tag). Backends either push messages here from their own
+//! threads, or are pulled by whoever waits.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -100,7 +101,8 @@ pub(crate) struct Inbox {
     over: AtomicBool,
 }
 
-// A panic while a lock is held leaves plain queues behind, which are as good as before: poison means nothing here.
+// A panic while a lock is held leaves plain queues behind, which are as good as before: poison
+// means nothing here.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

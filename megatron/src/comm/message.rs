@@ -1,7 +1,7 @@
 //! Messages between ranks: the header that says which call a payload belongs to, and its encoding.
 //!
-//! Every message carries the whole call (group, operation, sequence number, dtype, count, root), so the receiver can
-//! tell that two ranks disagree instead of combining unrelated bytes.
+//! Every message carries the whole call (group, operation, sequence number, dtype, count, root), so
+//! the receiver can tell that two ranks disagree instead of combining unrelated bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -73,7 +73,8 @@ pub(crate) fn is_sendable(dtype: DType) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
     pub op: Op,
-    /// Index of the call among the group's collectives; of point-to-point messages, the sender's count.
+    /// Index of the call among the group's collectives; of point-to-point messages, the sender's
+    /// count.
     pub seq: u64,
     pub dtype: DType,
     /// Elements of the tensor that the call's documentation counts; 0 where lengths may differ.
@@ -161,8 +162,8 @@ impl Header {
         out
     }
 
-    /// The header as it lies in shared memory: written and compared by words, since bytes that were just written cannot be read as wider
-    /// registers without a wait.
+    /// The header as it lies in shared memory: written and compared by words, since bytes that were
+    /// just written cannot be read as wider registers without a wait.
     pub fn words(&self) -> Words {
         let mut words = Words::default();
         words
@@ -211,7 +212,8 @@ impl Header {
     }
 }
 
-/// An encoded header by words; the last is the length of the payload, the others are the same for all parts of a call.
+/// An encoded header by words; the last is the length of the payload, the others are the same for
+/// all parts of a call.
 pub(crate) type Words = [u64; Header::BYTES / 8];
 
 /// A received message.
@@ -224,7 +226,8 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    /// Phase of a point-to-point message whose payload says where in the sender's heap its bytes are.
+    /// Phase of a point-to-point message whose payload says where in the sender's heap its bytes
+    /// are.
     pub const IN_HEAP: u8 = 1;
 
     /// A message that came with all its bytes.

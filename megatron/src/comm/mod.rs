@@ -1,9 +1,9 @@
 //! Communication between ranks.
 //!
-//! A [`Communicator`] is one rank's membership in one group. Operations are issued in the same order
-//! by every member (as in NCCL and MPI) and run asynchronously; [`Work::wait`] completes them.
-//! Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32, so a
-//! result depends on the data and the group alone.
+//! A [`Communicator`] is one rank's membership in one group. Operations are issued in the same
+//! order by every member (as in NCCL and MPI) and run asynchronously; [`Work::wait`] completes
+//! them. Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32,
+//! so a result depends on the data and the group alone.
 //!
 //! ```text
 //! group, collectives     one implementation of Communicator, over messages

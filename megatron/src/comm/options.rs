@@ -7,13 +7,14 @@ use super::secret::Secret;
 /// Deadlines of communication, and its means.
 #[derive(Clone, Debug)]
 pub struct CommOptions {
-    /// How long an operation waits for its peers before it fails with [`crate::Error::Timeout`]. Covers everything a
-    /// peer may do in between, such as evaluating or writing a checkpoint.
+    /// How long an operation waits for its peers before it fails with [`crate::Error::Timeout`].
+    /// Covers everything a peer may do in between, such as evaluating or writing a checkpoint.
     pub timeout: Duration,
     /// How long ranks wait for each other to appear at the start.
     pub connect_timeout: Duration,
-    /// Whether this rank may read and write the memory of others on its host and lets them do so with its own, so that large tensors are copied
-    /// once only. Where one rank of a group must not, or the system does not allow it, none does. The bits are the same.
+    /// Whether this rank may read and write the memory of others on its host and lets them do so
+    /// with its own, so that large tensors are copied once only. Where one rank of a group must
+    /// not, or the system does not allow it, none does. The bits are the same.
     pub remote_memory_access: bool,
     /// What [`crate::comm::Communicator::overlaps`] answers. It changes no bit.
     pub overlap: bool,
@@ -25,7 +26,8 @@ pub struct CommOptions {
 }
 
 impl Default for CommOptions {
-    /// Ten minutes for an operation, one minute for ranks to appear, which is enough where all start alike; memory is reached, and nothing is issued before it is needed.
+    /// Ten minutes for an operation, one minute for ranks to appear, which is enough where all
+    /// start alike; memory is reached, and nothing is issued before it is needed.
     fn default() -> Self {
         Self {
             timeout: Duration::from_secs(600),

@@ -1,7 +1,8 @@
 //! Element-wise reductions of byte buffers in rank order.
 //!
-//! Element i of the result is `((r0 + r1) + r2) + …` whatever the length, alignment or slicing, so its bits depend on the
-//! data and the order of the ranks alone. bf16 and f16 are combined in f32 and rounded once.
+//! Element i of the result is `((r0 + r1) + r2) + …` whatever the length, alignment or slicing, so
+//! its bits depend on the data and the order of the ranks alone. bf16 and f16 are combined in f32
+//! and rounded once.
 
 use candle_core::DType;
 use half::{bf16, f16};
@@ -89,7 +90,8 @@ fn narrow(x: f32) -> bf16 {
 /// Where a rank's elements are: `None` where they are in `out` itself.
 type Part<'a> = Option<&'a [u8]>;
 
-/// Combines `N` elements of `parts` from byte `at` on into `out`, and into `copy`, which has the length of `out` or 0.
+/// Combines `N` elements of `parts` from byte `at` on into `out`, and into `copy`, which has the
+/// length of `out` or 0.
 #[inline(always)]
 fn fold_block<E: Element, const N: usize>(
     at: usize,
@@ -163,7 +165,8 @@ fn fold_by<E: Element>(parts: &[Part], out: &mut [u8], copy: &mut [u8], op: Redu
 /// Parts that are listed without an allocation, which would take as long as combining them may.
 const FEW: usize = 16;
 
-/// Combines the elements of `parts` (one slice of equal length per rank, in rank order, native endian) into `out`.
+/// Combines the elements of `parts` (one slice of equal length per rank, in rank order, native
+/// endian) into `out`.
 ///
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.
@@ -176,8 +179,8 @@ pub(crate) fn reduce_bytes<'a>(
     reduce_in_place(parts.into_iter().map(Some), out, &mut [], dtype, op)
 }
 
-/// As [`reduce_bytes`], where one rank's elements are those of `inout` (`None` in `parts`), which then holds the result; so does
-/// `copy`, unless it is empty.
+/// As [`reduce_bytes`], where one rank's elements are those of `inout` (`None` in `parts`), which
+/// then holds the result; so does `copy`, unless it is empty.
 ///
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.

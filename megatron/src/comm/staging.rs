@@ -1,9 +1,11 @@
-//! Tensors on GPUs, for backends that move bytes of the CPU's memory: copied there before an operation, and its result back after it.
+//! Tensors on GPUs, for backends that move bytes of the CPU's memory: copied there before an
+//! operation, and its result back after it.
 //!
-//! A tensor is taken over when its operation is issued ([`issued`]): the copy to the host is behind what was queued before, and goes on while
-//! later work is computed. The rest runs where the operation does, on the group's thread, so it holds up neither the rank nor other groups;
-//! what is queued once the operation was waited for is behind the copy back. The host's side is locked memory that is used again
-//! ([`kernels::tensor::transfer`]).
+//! A tensor is taken over when its operation is issued ([`issued`]): the copy to the host is behind
+//! what was queued before, and goes on while later work is computed. The rest runs where the
+//! operation does, on the group's thread, so it holds up neither the rank nor other groups; what is
+//! queued once the operation was waited for is behind the copy back. The host's side is locked
+//! memory that is used again ([`kernels::tensor::transfer`]).
 
 use candle_core::{Device, Tensor};
 use kernels::tensor::device::same_elements;
@@ -42,7 +44,8 @@ pub fn in_place(size: usize, t: &Issued, f: impl FnOnce(&Tensor) -> Result<()>) 
     Ok(put(host, &t.tensor, at)?)
 }
 
-/// Has `f` read `input` and write all of `output` in a group of `size`. The two may share a storage. One rank alone has its input as result.
+/// Has `f` read `input` and write all of `output` in a group of `size`. The two may share a
+/// storage. One rank alone has its input as result.
 pub fn from_to(
     size: usize,
     input: &Issued,
@@ -62,7 +65,8 @@ pub fn from_to(
     })
 }
 
-/// Has `f` read `input`, if this rank has one, and write all of `output`, if this rank has one. The two may share a storage.
+/// Has `f` read `input`, if this rank has one, and write all of `output`, if this rank has one. The
+/// two may share a storage.
 pub fn between(
     input: Option<&Issued>,
     output: Option<&Issued>,

@@ -1,8 +1,10 @@
 //! Backend over TCP, for ranks on several hosts: one connection per pair of ranks.
 //!
-//! A thread per connection writes what is queued, another moves what arrives into the inbox, so neither side ever waits
-//! for the other's program. Every frame starts with its kind: a message, a verdict on the run, a farewell, or whom a rank waits
-//! for, which it repeats while it does, so that a rank that hangs is told from one that waits; a connection that ends without a farewell means that its rank died.
+//! A thread per connection writes what is queued, another moves what arrives into the inbox, so
+//! neither side ever waits for the other's program. Every frame starts with its kind: a message, a
+//! verdict on the run, a farewell, or whom a rank waits for, which it repeats while it does, so
+//! that a rank that hangs is told from one that waits; a connection that ends without a farewell
+//! means that its rank died.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -35,7 +37,8 @@ const SAY_AGAIN: Duration = Duration::from_millis(500);
 const STILL_WAITS: Duration = Duration::from_millis(1500);
 /// How long a stranger may take to introduce itself.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a leaving rank waits for the others to leave, lest its last words be lost with the connection.
+/// How long a leaving rank waits for the others to leave, lest its last words be lost with the
+/// connection.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// Where a rank waits for the ranks above it to connect.
@@ -172,7 +175,8 @@ fn answer(
             Ok((number, stream)) => {
                 patience = Duration::ZERO;
                 let (met, lobby, me) = (met.clone(), lobby.clone(), me.clone());
-                // By itself, so that who falls silent amid its introduction holds up nobody else. Ends by the deadline.
+                // By itself, so that who falls silent amid its introduction holds up nobody else.
+                // Ends by the deadline.
                 let greeting =
                     std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
                         // Strangers are sent away; a rank that was cut off tries again.
@@ -211,7 +215,8 @@ fn answer(
     Ok(())
 }
 
-/// Whether a later attempt to accept a connection may succeed: the caller gave up, a signal came, or the system is short of something.
+/// Whether a later attempt to accept a connection may succeed: the caller gave up, a signal came,
+/// or the system is short of something.
 fn passes(error: &io::Error) -> bool {
     use libc::{ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO};
     let passing = [ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO];
@@ -352,7 +357,8 @@ impl Peer {
         let outbox = Arc::new(Outbox::default());
         let (mut to, mut from, queue) = (stream.try_clone()?, stream.try_clone()?, outbox.clone());
         let writer = std::thread::Builder::new().name(format!("comm-to-{rank}"));
-        // A connection that cannot be written to is broken for the reader, too, who tells the inbox.
+        // A connection that cannot be written to is broken for the reader, too, who tells the
+        // inbox.
         let writer = writer.spawn(move || drop(write_frames(&mut to, &queue)))?;
         let reader = std::thread::Builder::new().name(format!("comm-from-{rank}"));
         let reader = reader.spawn(move || match read_frames(&mut from, rank, &inbox, &waits) {
@@ -476,7 +482,8 @@ impl Link for TcpLink {
     fn leave(&self) {
         self.say_farewell();
         let deadline = Instant::now() + LINGER;
-        // A connection that is closed with something unread in it takes along what was sent: readers end with the peer's own farewell.
+        // A connection that is closed with something unread in it takes along what was sent:
+        // readers end with the peer's own farewell.
         let is_going = |peer: &Peer| !(peer.writer.is_finished() && peer.reader.is_finished());
         while self.peers.iter().flatten().any(is_going) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));

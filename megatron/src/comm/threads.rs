@@ -1,7 +1,7 @@
 //! Backend whose ranks are threads of one process, for tests and examples.
 //!
-//! Messages are handed over without a copy: both ends share the bytes. Collectives and large messages go through memory that all
-//! threads share, as between processes.
+//! Messages are handed over without a copy: both ends share the bytes. Collectives and large
+//! messages go through memory that all threads share, as between processes.
 
 use std::sync::Arc;
 
@@ -63,8 +63,8 @@ impl Drop for ThreadLink {
     }
 }
 
-/// The world groups of `size` ranks, each to be moved to its own thread. A rank that drops its groups, or panics,
-/// makes the others' waits for it fail.
+/// The world groups of `size` ranks, each to be moved to its own thread. A rank that drops its
+/// groups, or panics, makes the others' waits for it fail.
 pub fn world(size: usize) -> Vec<Group> {
     world_with(size, CommOptions::default())
 }

@@ -15,16 +15,19 @@ pub enum DataloaderType {
     Sequential,
     /// The same samples in a random order, drawn anew every epoch from the seed.
     Shuffled,
-    /// Megatron's `GPTDataset` read in order: documents, and the samples cut from them, shuffled as numpy does under the seed.
+    /// Megatron's `GPTDataset` read in order: documents, and the samples cut from them, shuffled as
+    /// numpy does under the seed.
     Single,
-    /// The samples of `Single` in an order drawn anew every epoch, as Megatron's random sampler does.
+    /// The samples of `Single` in an order drawn anew every epoch, as Megatron's random sampler
+    /// does.
     Cyclic,
 }
 
 /// Where training data comes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataConfig {
-    /// Text files, folders of text, or indexed-dataset prefixes, each after its weight if there are weights.
+    /// Text files, folders of text, or indexed-dataset prefixes, each after its weight if there are
+    /// weights.
     pub data_path: Vec<String>,
     /// Weights of train, valid and test, e.g. `969,30,1`.
     pub split: String,
@@ -56,7 +59,8 @@ pub enum Takes {
     /// All: it goes on where the other stopped.
     #[default]
     All,
-    /// Weights and progress; the optimizer, and the loss scale, start afresh (Megatron-LM's `--no-load-optim`).
+    /// Weights and progress; the optimizer, and the loss scale, start afresh (Megatron-LM's
+    /// `--no-load-optim`).
     WithoutOptimizer,
     /// Weights alone: it is a run of its own, from its first step on (`--finetune`).
     Weights,
@@ -124,7 +128,8 @@ pub struct CheckpointConfig {
     /// What is taken from `load`; where that is not all, a checkpoint has to be there.
     #[serde(default)]
     pub takes: Takes,
-    /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the weights from.
+    /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the
+    /// weights from.
     #[serde(default)]
     pub init_from_hf: Option<PathBuf>,
 }
@@ -195,7 +200,8 @@ pub struct ProfileConfig {
 /// Weights of train, valid and test; missing ones are 0. They sum to 1.
 ///
 /// # Errors
-/// `Error::Config` unless `text` is one to three finite, non-negative, comma-separated numbers that are not all 0.
+/// `Error::Config` unless `text` is one to three finite, non-negative, comma-separated numbers that
+/// are not all 0.
 pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     let wrong = |why: String| {
         Error::config(format!(

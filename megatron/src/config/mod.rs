@@ -1,7 +1,8 @@
 //! What a run is made of: resolved values, one struct per section of the run file.
 //!
-//! These are the values *after* defaults, file and flags were merged; `tools` does the merging. Cross-checks between
-//! sections live in [`RunConfig::validate`], so that a library user gets the same errors as the command line.
+//! These are the values *after* defaults, file and flags were merged; `tools` does the merging.
+//! Cross-checks between sections live in [`RunConfig::validate`], so that a library user gets the
+//! same errors as the command line.
 
 mod data;
 mod model;

@@ -10,13 +10,15 @@ pub enum PositionEmbedding {
     LearnedAbsolute,
     /// Rotary embedding of queries and keys (Su et al. 2021), rotating halves as Llama does.
     Rope,
-    /// A penalty on attention scores that grows with distance, with a slope per head (ALiBi, Press et al. 2022; Bloom).
+    /// A penalty on attention scores that grows with distance, with a slope per head (ALiBi, Press
+    /// et al. 2022; Bloom).
     Alibi,
     /// None.
     None,
 }
 
-/// How rotary frequencies are stretched to sequences longer than those a model was first trained on.
+/// How rotary frequencies are stretched to sequences longer than those a model was first trained
+/// on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
@@ -24,8 +26,9 @@ pub enum RopeScaling {
     None,
     /// All frequencies divided by `factor` (position interpolation, Chen et al. 2023).
     Linear { factor: f64 },
-    /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` / `low_freq_factor` are divided by `factor`,
-    /// those below `original_max_position` / `high_freq_factor` stay, and between the two it blends.
+    /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` /
+    /// `low_freq_factor` are divided by `factor`, those below `original_max_position` /
+    /// `high_freq_factor` stay, and between the two it blends.
     Llama3 {
         factor: f64,
         low_freq_factor: f64,
@@ -129,7 +132,8 @@ pub struct ModelConfig {
     pub untie_embeddings_and_output_weights: bool,
     /// Number of tokens of the tokenizer; never padded. 0 until the data are opened.
     pub vocab_size: usize,
-    /// The vocabulary is padded to a multiple of this times tp (zero rows, masked out of the softmax).
+    /// The vocabulary is padded to a multiple of this times tp (zero rows, masked out of the
+    /// softmax).
     pub make_vocab_size_divisible_by: usize,
     /// Probability of dropping an attention weight.
     pub attention_dropout: f64,
@@ -201,8 +205,8 @@ impl ModelConfig {
         }
     }
 
-    /// Parameters of the first stage's embeddings, and of the last stage's normalization and output matrix. A tied
-    /// matrix counts at both ends: it costs memory and time on both.
+    /// Parameters of the first stage's embeddings, and of the last stage's normalization and output
+    /// matrix. A tied matrix counts at both ends: it costs memory and time on both.
     pub fn end_params(&self) -> (u64, u64) {
         let matrix = self.vocab_size * self.hidden_size;
         let positions = match self.position_embedding {

@@ -62,7 +62,8 @@ pub struct WeightDecayIncrease {
 pub enum MomentDtype {
     #[default]
     Fp32,
-    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout ([`kernels::ops::optimizer::StochasticRounding`]).
+    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout
+    /// ([`kernels::ops::optimizer::StochasticRounding`]).
     Bf16,
 }
 
@@ -98,7 +99,8 @@ pub enum OptimizerOffload {
     Nvme(PathBuf),
 }
 
-/// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch size.
+/// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch
+/// size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
     pub kind: OptimizerKind,

@@ -23,7 +23,8 @@ pub enum PartitionMethod {
     Uniform,
     /// Balanced by parameter count, embedding and output matrix included.
     Parameters,
-    /// Balanced by the operations of a step: layers and the output matrix; looking embeddings up is none.
+    /// Balanced by the operations of a step: layers and the output matrix; looking embeddings up is
+    /// none.
     Flops,
     /// Layers of each virtual stage, in order.
     Explicit(Vec<usize>),
@@ -45,11 +46,13 @@ pub struct ParallelConfig {
     pub schedule: ScheduleKind,
     /// Stages compute gradients of weights where they would wait (Qi et al. 2023).
     pub delay_wgrad_compute: bool,
-    /// Forwards that the first stage runs ahead beyond 1F1B's; stages behind it fewer, the last none.
+    /// Forwards that the first stage runs ahead beyond 1F1B's; stages behind it fewer, the last
+    /// none.
     #[serde(default)]
     pub extra_warmup: usize,
     pub partition: PartitionMethod,
-    /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al. 2022).
+    /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al.
+    /// 2022).
     pub sequence_parallel: bool,
     /// ZeRO-1: optimizer state cut over dp.
     pub use_distributed_optimizer: bool,

@@ -5,8 +5,9 @@ use std::fmt;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-/// The dtype of weights, activations and their gradients. Sums, statistics, main gradients, master weights and optimizer state
-/// are fp32 in all but fp64 (Micikevicius et al. 2018; Kalamkar et al. 2019).
+/// The dtype of weights, activations and their gradients. Sums, statistics, main gradients, master
+/// weights and optimizer state are fp32 in all but fp64 (Micikevicius et al. 2018; Kalamkar et al.
+/// 2019).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -47,7 +48,8 @@ impl fmt::Display for Precision {
 pub enum LossScaling {
     /// The same all along.
     Static(f64),
-    /// Halved when gradients overflow, doubled when they have not for a while; see [`crate::optim::LossScaler`].
+    /// Halved when gradients overflow, doubled when they have not for a while; see
+    /// [`crate::optim::LossScaler`].
     Dynamic(DynamicLossScale),
 }
 
@@ -61,7 +63,8 @@ pub struct DynamicLossScale {
     pub window: u64,
     /// Overflows that it takes to halve the scale.
     pub hysteresis: u64,
-    /// Every step without overflow starts the count of overflows anew; otherwise only a doubling does.
+    /// Every step without overflow starts the count of overflows anew; otherwise only a doubling
+    /// does.
     pub consecutive_hysteresis: bool,
 }
 

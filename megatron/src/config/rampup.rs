@@ -1,12 +1,14 @@
 //! A global batch that grows at the beginning of a run, and how many steps the run then has.
 //!
-//! Source: Megatron-LM `core/num_microbatches_calculator.py` (`RampupBatchsizeNumMicroBatchesCalculator`) and `training/training.py` (`update_train_iters`).
+//! Source: Megatron-LM `core/num_microbatches_calculator.py`
+//! (`RampupBatchsizeNumMicroBatchesCalculator`) and `training/training.py` (`update_train_iters`).
 
 use serde::{Deserialize, Serialize};
 
 use super::TrainingConfig;
 
-/// `--rampup-batch-size START INCREMENT SAMPLES`: the global batch grows from `start` to the run's own in equal increments, each of which lasts for as many samples.
+/// `--rampup-batch-size START INCREMENT SAMPLES`: the global batch grows from `start` to the run's
+/// own in equal increments, each of which lasts for as many samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchSizeRampup {
     /// Samples of the first step.
@@ -18,7 +20,8 @@ pub struct BatchSizeRampup {
 }
 
 impl BatchSizeRampup {
-    /// Samples of the step that follows `consumed` samples, where `whole` is the run's global batch. As Megatron reckons it, in f64.
+    /// Samples of the step that follows `consumed` samples, where `whole` is the run's global
+    /// batch. As Megatron reckons it, in f64.
     fn at(&self, consumed: u64, whole: usize) -> usize {
         let increments = whole.saturating_sub(self.start).checked_div(self.increment).unwrap_or(0);
         if consumed > self.samples || increments == 0 {
@@ -37,7 +40,8 @@ impl TrainingConfig {
             .map_or(self.global_batch_size, |rampup| rampup.at(consumed, self.global_batch_size))
     }
 
-    /// Steps that a run which has consumed `consumed` of `samples` samples still has; what is left of them in the end is less than a step's.
+    /// Steps that a run which has consumed `consumed` of `samples` samples still has; what is left
+    /// of them in the end is less than a step's.
     pub fn steps_left(&self, mut consumed: u64, samples: u64) -> u64 {
         let mut steps = 0u64;
         while consumed < samples {
@@ -54,7 +58,8 @@ impl TrainingConfig {
         steps
     }
 
-    /// How many steps from `consumed` samples on have the same global batch, at most `most`: batches grow, so halving finds it.
+    /// How many steps from `consumed` samples on have the same global batch, at most `most`:
+    /// batches grow, so halving finds it.
     fn steps_alike(&self, consumed: u64, most: u64) -> u64 {
         let batch = self.global_batch_size_at(consumed);
         let is_alike =

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-/// The origin of every setting by its key in the run file: a flag, a file and line, the environment, a default.
+/// The origin of every setting by its key in the run file: a flag, a file and line, the
+/// environment, a default.
 ///
-/// A library user who fills [`RunConfig`](super::RunConfig) by hand passes `Sources::default()`; messages then name values only.
+/// A library user who fills [`RunConfig`](super::RunConfig) by hand passes `Sources::default()`;
+/// messages then name values only.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sources(BTreeMap<String, String>);
 

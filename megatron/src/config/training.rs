@@ -29,7 +29,8 @@ pub enum Recompute {
 }
 
 impl Recompute {
-    /// The segments of a chunk of `layers` layers, in order, and whether each keeps its input alone and is computed again in backward.
+    /// The segments of a chunk of `layers` layers, in order, and whether each keeps its input alone
+    /// and is computed again in backward.
     pub fn segments(self, layers: usize) -> Vec<(Range<usize>, bool)> {
         match self {
             Self::Full { method: RecomputeMethod::Uniform, num_layers } => {
@@ -59,7 +60,8 @@ pub struct TrainingConfig {
     pub rampup: Option<BatchSizeRampup>,
     /// Steps of the whole run.
     pub train_iters: u64,
-    /// Samples of the whole run, where its length was given so: a run that goes on with another global batch makes the steps that are left of them.
+    /// Samples of the whole run, where its length was given so: a run that goes on with another
+    /// global batch makes the steps that are left of them.
     #[serde(default)]
     pub train_samples: Option<u64>,
     /// Stop after the step that is a multiple of this, after saving.
@@ -82,9 +84,11 @@ pub struct TrainingConfig {
     pub seed: u64,
     pub recompute: Recompute,
     pub precision: Precision,
-    /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather than of fp32.
+    /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather
+    /// than of fp32.
     pub grad_reduce_in_bf16: bool,
-    /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead of their kernels.
+    /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead
+    /// of their kernels.
     #[serde(default)]
     pub enable_cuda_graph: bool,
 }

@@ -1,7 +1,7 @@
 //! The equations that a run's settings must satisfy.
 //!
-//! Each error prints the equation with every number and where each came from, and what to change. All that is wrong is
-//! reported at once.
+//! Each error prints the equation with every number and where each came from, and what to change.
+//! All that is wrong is reported at once.
 
 mod ends;
 mod training;
@@ -25,8 +25,8 @@ impl RunConfig {
         self.validate_with(&Sources::default())
     }
 
-    /// Checks every section and their equations, citing the origin of each number. A `vocab_size` of 0 means
-    /// that the data have not been opened yet, and is not checked.
+    /// Checks every section and their equations, citing the origin of each number. A `vocab_size`
+    /// of 0 means that the data have not been opened yet, and is not checked.
     ///
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong.
@@ -111,7 +111,8 @@ impl Check<'_> {
         self.require(value > 0, |c| format!("{} must be at least 1", c.cite(key, value)));
     }
 
-    /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few to be numbers.
+    /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few
+    /// to be numbers.
     fn size(&mut self, key: &str, value: usize) {
         self.positive(key, value);
         self.require(value <= LARGEST, |c| {
@@ -372,7 +373,8 @@ impl Check<'_> {
         }
     }
 
-    /// A graph repeats what it has recorded: nothing that differs from step to step may be part of it, but what its inputs hold.
+    /// A graph repeats what it has recorded: nothing that differs from step to step may be part of
+    /// it, but what its inputs hold.
     fn cuda_graph(&mut self, run: &RunConfig) {
         let (t, p) = (&run.training, &run.parallel);
         if !t.enable_cuda_graph {

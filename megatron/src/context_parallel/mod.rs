@@ -1,14 +1,17 @@
-//! Context parallelism: each of cp ranks has one of cp equal parts of every sequence, and computes all that goes token by token on it
-//! alone. Attention, which does not, exchanges tokens for heads before and heads for tokens after: with a cp-th of the key/value groups a rank
-//! sees all tokens, and computes what one process would (Jacobs et al. 2023, "DeepSpeed Ulysses"; Megatron-LM's `--cp-comm-type a2a`).
+//! Context parallelism: each of cp ranks has one of cp equal parts of every sequence, and computes
+//! all that goes token by token on it alone. Attention, which does not, exchanges tokens for heads
+//! before and heads for tokens after: with a cp-th of the key/value groups a rank sees all tokens,
+//! and computes what one process would (Jacobs et al. 2023, "DeepSpeed Ulysses"; Megatron-LM's
+//! `--cp-comm-type a2a`).
 //!
 //! | forward | | backward |
 //! |---|---|---|
 //! | [`to_heads`](ContextParallel::to_heads) | `[s/cp, b, w]` → `[s, b, w/cp]` | [`to_tokens`](ContextParallel::to_tokens) |
 //! | [`to_tokens`](ContextParallel::to_tokens) | `[s, b, w]` → `[s/cp, b, cp·w]` | [`to_heads`](ContextParallel::to_heads) |
 //!
-//! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are contiguous, and all ranks have the same share of
-//! the causal triangle, which heads are cut over, not queries.
+//! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are
+//! contiguous, and all ranks have the same share of the causal triangle, which heads are cut over,
+//! not queries.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::regroup::swap_leading;
@@ -36,8 +39,8 @@ impl ContextParallel {
         self.group.size()
     }
 
-    /// Exchanges a number with every peer, so that a transport which connects ranks for it does so now, and not amid the first step, beside a pipeline's
-    /// messages. All ranks call it.
+    /// Exchanges a number with every peer, so that a transport which connects ranks for it does so
+    /// now, and not amid the first step, beside a pipeline's messages. All ranks call it.
     ///
     /// # Errors
     /// If a peer fails.
@@ -59,7 +62,8 @@ impl ContextParallel {
         part * self.rank()
     }
 
-    /// Tokens for heads: from all columns, `[s/cp, b, w]`, of this rank's tokens to this rank's columns, `[s, b, w/cp]`, of all tokens.
+    /// Tokens for heads: from all columns, `[s/cp, b, w]`, of this rank's tokens to this rank's
+    /// columns, `[s, b, w/cp]`, of all tokens.
     ///
     /// # Errors
     /// If columns do not divide by cp, or a peer fails.
@@ -82,7 +86,8 @@ impl ContextParallel {
         Ok(all)
     }
 
-    /// Heads for tokens: from this rank's columns, `[s, b, w]`, of all tokens to all columns, `[s/cp, b, cp·w]`, of this rank's tokens.
+    /// Heads for tokens: from this rank's columns, `[s, b, w]`, of all tokens to all columns,
+    /// `[s/cp, b, cp·w]`, of this rank's tokens.
     ///
     /// # Errors
     /// If tokens do not divide by cp, or a peer fails.

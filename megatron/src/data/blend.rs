@@ -1,7 +1,8 @@
 //! Several sources mixed by weights.
 //!
-//! Source: Megatron-LM `core/datasets/blended_dataset.py` and `helpers.cpp` (0.16.1): sample i comes from the source whose count
-//! so far lags most behind its share, argmax of weight·max(i, 1) − count, ties to the first.
+//! Source: Megatron-LM `core/datasets/blended_dataset.py` and `helpers.cpp` (0.16.1): sample i
+//! comes from the source whose count so far lags most behind its share, argmax of weight·max(i, 1)
+//! − count, ties to the first.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,7 +26,8 @@ pub struct Blend {
 }
 
 impl Blend {
-    /// `size` samples of `sources` by `weights`, which are normalized. The order is cached in `cache_dir`.
+    /// `size` samples of `sources` by `weights`, which are normalized. The order is cached in
+    /// `cache_dir`.
     pub fn open(
         sources: Vec<Arc<dyn SampleSource>>,
         weights: &[f64],
@@ -119,7 +121,8 @@ pub(super) fn normalized(weights: &[f64]) -> Vec<f64> {
     weights.iter().map(|weight| weight / sum).collect()
 }
 
-/// The sum as `numpy.sum` rounds it: in eight strands, by halves above 128 numbers. A weight one bit off decides ties.
+/// The sum as `numpy.sum` rounds it: in eight strands, by halves above 128 numbers. A weight one
+/// bit off decides ties.
 fn pairwise_sum(values: &[f64]) -> f64 {
     match values.len() {
         0..8 => values.iter().sum(),

@@ -17,10 +17,12 @@ const LARGEST_VOCABULARY: usize = 1 << 24;
 /// Pairs seen less often than this are not merged.
 const MIN_FREQUENCY: u64 = 2;
 
-/// Characters of a word that are looked at together: the trainer takes a time that grows with the square of a word's length.
+/// Characters of a word that are looked at together: the trainer takes a time that grows with the
+/// square of a word's length.
 const LONGEST_WORD: usize = 1024;
 
-/// `text` in pieces without longer words, which GPT-2's pattern cuts where letters, digits, spaces and other characters meet.
+/// `text` in pieces without longer words, which GPT-2's pattern cuts where letters, digits, spaces
+/// and other characters meet.
 fn without_long_words(text: String) -> Vec<String> {
     if text.len() <= LONGEST_WORD {
         return vec![text];
@@ -47,7 +49,8 @@ fn without_long_words(text: String) -> Vec<String> {
     cuts.windows(2).map(|piece| text[piece[0]..piece[1]].to_string()).collect()
 }
 
-/// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time; gives its `tokenizer.json`.
+/// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time;
+/// gives its `tokenizer.json`.
 pub(super) fn train_bpe(
     vocab_size: usize,
     texts: impl Iterator<Item = Result<String>> + Send,

@@ -1,4 +1,5 @@
-//! What caches need: files that appear whole or not at all, a lock between processes, and keys made from content.
+//! What caches need: files that appear whole or not at all, a lock between processes, and keys made
+//! from content.
 //!
 //! What is cached is believed as far as its checksums hold, and only from a folder that nobody else
 //! can write into. A lock is the operating system's (`flock`): it ends with the process that held
@@ -22,8 +23,9 @@ const SUMS: &str = "sums";
 /// What the names of cached files begin with: see who calls [`open_or_build`].
 const CACHED: [&str; 5] = ["blend-", "gpt-", "mock-", "text-", "tokenizer-"];
 
-/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing behind; what a killed process leaves, the next one
-/// removes that makes a file of the same name: a lock tells whether somebody still writes it.
+/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing
+/// behind; what a killed process leaves, the next one removes that makes a file of the same name: a
+/// lock tells whether somebody still writes it.
 #[derive(Debug)]
 pub(super) struct AtomicFile {
     path: PathBuf,
@@ -86,7 +88,8 @@ impl AtomicFile {
         fs::rename(&self.temporary, &self.path)
             .map_err(|error| Error::io("rename a temporary file to", &self.path, error))?;
         self.writer = None;
-        // The rename itself is durable once the folder is. Some file systems refuse to sync folders; the file is whole anyway.
+        // The rename itself is durable once the folder is. Some file systems refuse to sync
+        // folders; the file is whole anyway.
         if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             let _ = File::open(folder).and_then(|folder| folder.sync_all());
         }
@@ -117,7 +120,8 @@ impl CacheLock {
         refuse_exposed(folder)?;
         let path = folder.join(".lock");
         let file = open_lock(&path).map_err(|error| unusable(folder, &error))?;
-        // Where a file system knows no locks, several processes may do the same work; renames keep the result whole.
+        // Where a file system knows no locks, several processes may do the same work; renames keep
+        // the result whole.
         let locked = match file.lock() {
             Ok(()) => true,
             Err(error) if no_locks(&error) => false,
@@ -157,7 +161,8 @@ fn no_locks(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
-/// Opens what is cached or else builds it, once for all processes that share `folder`: the others wait, then open it.
+/// Opens what is cached or else builds it, once for all processes that share `folder`: the others
+/// wait, then open it.
 ///
 /// `open` gives `None` where there is nothing usable; `build` must leave `files`, which it accepts.
 /// Files that are not as they were built, by their checksums, are built anew.
@@ -193,7 +198,8 @@ pub(super) fn open_or_build<T>(
     })
 }
 
-/// Removes unfinished files of the cache. Only the holder of the lock writes those, so they are nobody's; other files may be a user's.
+/// Removes unfinished files of the cache. Only the holder of the lock writes those, so they are
+/// nobody's; other files may be a user's.
 fn remove_leftovers(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for entry in entries.flatten() {
@@ -208,7 +214,8 @@ fn is_leftover(name: &str) -> bool {
     unfinished(name).is_some_and(|name| CACHED.iter().any(|kind| name.starts_with(kind)))
 }
 
-/// The name that something is to have, if this is one that it is given before: `text-KEY.bin.PID.NUMBER.tmp`.
+/// The name that something is to have, if this is one that it is given before:
+/// `text-KEY.bin.PID.NUMBER.tmp`.
 pub fn unfinished(name: &str) -> Option<&str> {
     let (name, number) = name.strip_suffix(TEMPORARY)?.rsplit_once('.')?;
     let (name, pid) = name.rsplit_once('.')?;

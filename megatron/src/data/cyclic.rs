@@ -1,9 +1,12 @@
-//! The samples of another source in an order drawn anew every epoch, as Megatron's random sampler draws it.
+//! The samples of another source in an order drawn anew every epoch, as Megatron's random sampler
+//! draws it.
 //!
-//! Source: Megatron-LM `legacy/data/data_samplers.py`, `MegatronPretrainingRandomSampler` with `--no-data-sharding`: epoch e reads
-//! the samples in the order of `torch.randperm` seeded with e, so that a step reads the same samples on every layout. (Megatron
-//! leaves out the last samples of an epoch that fill no microbatch of all replicas, which would depend on the layout; here an epoch
-//! is all samples, and a step may span two epochs. The two agree where MBS·dp divides the number of samples.)
+//! Source: Megatron-LM `legacy/data/data_samplers.py`, `MegatronPretrainingRandomSampler` with
+//! `--no-data-sharding`: epoch e reads the samples in the order of `torch.randperm` seeded with e,
+//! so that a step reads the same samples on every layout. (Megatron leaves out the last samples of
+//! an epoch that fill no microbatch of all replicas, which would depend on the layout; here an
+//! epoch is all samples, and a step may span two epochs. The two agree where MBS·dp divides the
+//! number of samples.)
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +24,8 @@ pub struct Cyclic {
 
 impl Cyclic {
     /// # Errors
-    /// `Error::Config` where there are more samples than PyTorch's CPU generator draws from 32 bits.
+    /// `Error::Config` where there are more samples than PyTorch's CPU generator draws from 32
+    /// bits.
     pub fn new(source: Arc<dyn SampleSource>) -> Result<Self> {
         let samples = source.num_samples();
         if samples >= TORCH_PERMUTATION_LIMIT {
@@ -39,7 +43,8 @@ impl Cyclic {
         match &*kept {
             Some((of, order)) if *of == epoch => order.clone(),
             _ => {
-                // `manual_seed` keeps the low 32 bits, and `new` saw that the number of samples has no more.
+                // `manual_seed` keeps the low 32 bits, and `new` saw that the number of samples has
+                // no more.
                 let order: Arc<[u32]> =
                     torch_permutation(self.source.num_samples() as u32, epoch as u32).into();
                 *kept = Some((epoch, order.clone()));

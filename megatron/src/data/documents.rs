@@ -1,7 +1,7 @@
 //! Documents within samples: where they end, and what of a sample that changes.
 //!
-//! Source: Megatron-LM `megatron/core/datasets/gpt_dataset.py`, `_get_ltor_masks_and_position_ids`: the token that ends a document
-//! belongs to it; the next one is the first of the next document.
+//! Source: Megatron-LM `megatron/core/datasets/gpt_dataset.py`, `_get_ltor_masks_and_position_ids`:
+//! the token that ends a document belongs to it; the next one is the first of the next document.
 
 use candle_core::{Device, Tensor};
 use kernels::tensor::device::upload;
@@ -12,7 +12,8 @@ use crate::Result;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DocumentEnds {
     pub token: u32,
-    /// The loss at the token itself does not count: what follows a document cannot be foreseen (`eod_mask_loss`).
+    /// The loss at the token itself does not count: what follows a document cannot be foreseen
+    /// (`eod_mask_loss`).
     pub mask_loss: bool,
     /// Positions begin at 0 again behind it (`reset_position_ids`).
     pub reset_positions: bool,
@@ -23,9 +24,11 @@ pub struct DocumentEnds {
 /// What the documents of a microbatch change for its layers. The default: nothing.
 #[derive(Clone, Debug, Default)]
 pub struct Documents {
-    /// u32 `[s, b]`: the position of every token within its document; `None`: its position within the sample.
+    /// u32 `[s, b]`: the position of every token within its document; `None`: its position within
+    /// the sample.
     pub positions: Option<Tensor>,
-    /// u32 `[b, s]`: the position in the sample of the first token that a token sees; `None`: the sample's first.
+    /// u32 `[b, s]`: the position in the sample of the first token that a token sees; `None`: the
+    /// sample's first.
     pub first_keys: Option<Tensor>,
 }
 

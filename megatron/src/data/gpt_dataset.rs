@@ -1,10 +1,11 @@
 //! Samples as Megatron's `GPTDataset` draws them, element by element.
 //!
-//! Source: Megatron-LM `core/datasets/gpt_dataset.py` and `helpers.cpp` (0.16.1). Three indices make sample i: the *document
-//! index* lays the documents (sequences of the indexed dataset) of all epochs in a random order; the *sample index* says where in
-//! it each run of S + 1 tokens begins, the last token of one being the first of the next; the *shuffle index* says which of the
-//! runs sample i is. They are built once, cached, and read from the cache an element at a time, so that a rank's memory does not
-//! grow with the data.
+//! Source: Megatron-LM `core/datasets/gpt_dataset.py` and `helpers.cpp` (0.16.1). Three indices
+//! make sample i: the *document index* lays the documents (sequences of the indexed dataset) of all
+//! epochs in a random order; the *sample index* says where in it each run of S + 1 tokens begins,
+//! the last token of one being the first of the next; the *shuffle index* says which of the runs
+//! sample i is. They are built once, cached, and read from the cache an element at a time, so that
+//! a rank's memory does not grow with the data.
 
 use std::ops::Range;
 use std::path::Path;
@@ -17,7 +18,8 @@ use super::mt19937::Mt19937;
 use super::source::SampleSource;
 use crate::{Error, Result};
 
-/// Arrays of the cached file. The sample index is pairs, from the first sample to the end of the last.
+/// Arrays of the cached file. The sample index is pairs, from the first sample to the end of the
+/// last.
 const DOCUMENTS: usize = 0;
 const SAMPLES: usize = 1;
 const SHUFFLE: usize = 2;
@@ -35,14 +37,15 @@ pub struct GptDataset {
 }
 
 impl GptDataset {
-    /// At least `requested` samples (`None`: one epoch) of `seq_length` tokens from `sequences` of `dataset`.
+    /// At least `requested` samples (`None`: one epoch) of `seq_length` tokens from `sequences` of
+    /// `dataset`.
     ///
-    /// The indices are found in `cache_dir` or built by one process, for which others wait. `name` says in errors which split
-    /// this is.
+    /// The indices are found in `cache_dir` or built by one process, for which others wait. `name`
+    /// says in errors which split this is.
     ///
     /// # Errors
-    /// `Error::Config` where the seed has more than 32 bits or the samples are too many to count, `Error::Data` where the
-    /// sequences hold too few tokens or cannot be read.
+    /// `Error::Config` where the seed has more than 32 bits or the samples are too many to count,
+    /// `Error::Data` where the sequences hold too few tokens or cannot be read.
     pub fn open(
         dataset: &Arc<IndexedDataset>,
         sequences: Range<u64>,
@@ -97,7 +100,8 @@ impl GptDataset {
         (0..self.index.len(array)).map(element).collect()
     }
 
-    /// The piece of a sample that lies in document `document` of the document index, from token `from` on to `to` or its end.
+    /// The piece of a sample that lies in document `document` of the document index, from token
+    /// `from` on to `to` or its end.
     fn piece(&self, document: u64, from: u64, to: Option<u64>, out: &mut [u32]) -> Result<usize> {
         let [sequence] = self.index.get(DOCUMENTS, document)?;
         let (length, byte) = self.dataset.sequence(sequence)?;
@@ -264,7 +268,8 @@ fn beyond_memory(plan: &Plan, documents: u64) -> String {
     )
 }
 
-/// The documents of all epochs in a random order; a separate last epoch stays at the end. `None`: too many.
+/// The documents of all epochs in a random order; a separate last epoch stays at the end. `None`:
+/// too many.
 fn document_index(documents: &Range<u64>, plan: &Plan, random: &mut Mt19937) -> Option<Vec<u32>> {
     let (start, end) = (u32::try_from(documents.start).ok()?, u32::try_from(documents.end).ok()?);
     let count = plan.epochs.checked_mul((end - start).into())?;
@@ -280,7 +285,8 @@ fn document_index(documents: &Range<u64>, plan: &Plan, random: &mut Mt19937) -> 
     Some(order)
 }
 
-/// Walks the documents in the order of the index and gives where each sample begins, then where the last one ends.
+/// Walks the documents in the order of the index and gives where each sample begins, then where the
+/// last one ends.
 fn for_each_start(
     length_at: impl Fn(usize) -> Option<u64>,
     seq_length: u64,
@@ -356,7 +362,8 @@ mod tests {
         assert_eq!((epochs(Some(19)), epochs(Some(20))), (2, 3));
     }
 
-    /// 401 tokens give 40 samples an epoch; the first of two epochs gives 40, and the threshold is 32.
+    /// 401 tokens give 40 samples an epoch; the first of two epochs gives 40, and the threshold is
+    /// 32.
     #[test]
     fn a_last_epoch_is_separate_if_it_gives_less_than_four_fifths_of_its_samples() {
         let separate = |requested| Plan::new(401, 10, Some(requested)).unwrap().separate;

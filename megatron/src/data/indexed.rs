@@ -1,11 +1,14 @@
-//! Reading Megatron's indexed datasets: `PREFIX.bin` with bare tokens, `PREFIX.idx` with what they mean.
+//! Reading Megatron's indexed datasets: `PREFIX.bin` with bare tokens, `PREFIX.idx` with what they
+//! mean.
 //!
-//! Source: Megatron-LM `core/datasets/indexed_dataset.py`. The index is little-endian: `MMIDIDX\0\0`, u64 version 1, u8 type
-//! of the tokens, u64 sequences N, u64 document entries D, then, unaligned from byte 34, i32\[N\] lengths in tokens,
-//! i64\[N\] byte offsets into `.bin`, i64\[D\] document boundaries (0 … N, in sequences).
+//! Source: Megatron-LM `core/datasets/indexed_dataset.py`. The index is little-endian:
+//! `MMIDIDX\0\0`, u64 version 1, u8 type of the tokens, u64 sequences N, u64 document entries D,
+//! then, unaligned from byte 34, i32\[N\] lengths in tokens, i64\[N\] byte offsets into `.bin`,
+//! i64\[D\] document boundaries (0 … N, in sequences).
 //!
-//! Both files are untrusted: everything is checked against the sizes of the files before it is used. They are read with
-//! positioned reads rather than mapped, so that a file truncated under a running job is an error and not a signal.
+//! Both files are untrusted: everything is checked against the sizes of the files before it is
+//! used. They are read with positioned reads rather than mapped, so that a file truncated under a
+//! running job is an error and not a signal.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -97,7 +100,8 @@ impl IndexedDataset {
     /// Opens `PREFIX.bin` and `PREFIX.idx` and checks the whole index.
     ///
     /// # Errors
-    /// `Error::Data` where a file is missing, empty, truncated, of another format, or contradicts the other one.
+    /// `Error::Data` where a file is missing, empty, truncated, of another format, or contradicts
+    /// the other one.
     pub fn open(prefix: impl AsRef<Path>) -> Result<Self> {
         let (bin_path, idx_path) = pair_paths(prefix.as_ref());
         let (idx, idx_len) = open_file(&idx_path, &bin_path)?;
@@ -155,7 +159,8 @@ impl IndexedDataset {
         self.contiguous
     }
 
-    /// The sequence at which document `document` begins; `document` = [`Self::num_documents`] gives the end.
+    /// The sequence at which document `document` begins; `document` = [`Self::num_documents`] gives
+    /// the end.
     pub fn document_start(&self, document: u64) -> Result<u64> {
         self.require(document < self.num_boundaries, "document", document, self.num_boundaries)?;
         let boundary = self.read_u64(HEADER + 12 * self.num_sequences + 8 * document)?;
@@ -387,7 +392,8 @@ impl IndexedDataset {
     }
 }
 
-/// `PREFIX.bin` and `PREFIX.idx`. A prefix may contain dots, so nothing of it is taken for an extension.
+/// `PREFIX.bin` and `PREFIX.idx`. A prefix may contain dots, so nothing of it is taken for an
+/// extension.
 pub(super) fn pair_paths(prefix: &Path) -> (PathBuf, PathBuf) {
     let with = |suffix: &str| {
         let mut path = prefix.as_os_str().to_owned();

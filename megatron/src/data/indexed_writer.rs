@@ -1,6 +1,7 @@
 //! Writing Megatron's indexed datasets, byte for byte as its `IndexedDatasetBuilder` does.
 //!
-//! Source: Megatron-LM `core/datasets/indexed_dataset.py`; the layout is described in [`super::indexed`].
+//! Source: Megatron-LM `core/datasets/indexed_dataset.py`; the layout is described in
+//! [`super::indexed`].
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +9,9 @@ use super::cache::AtomicFile;
 use super::indexed::{HEADER, MAGIC, TokenType, VERSION, pair_paths};
 use crate::{Error, Result};
 
-/// Writes `PREFIX.bin` and `PREFIX.idx`. Neither exists before [`Self::finish`]; the index appears last, so that a pair
-/// whose index exists is whole. Dropped before, the writer leaves nothing behind.
+/// Writes `PREFIX.bin` and `PREFIX.idx`. Neither exists before [`Self::finish`]; the index appears
+/// last, so that a pair whose index exists is whole. Dropped before, the writer leaves nothing
+/// behind.
 #[derive(Debug)]
 pub struct IndexedWriter {
     bin: AtomicFile,

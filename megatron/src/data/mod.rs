@@ -4,8 +4,8 @@
 //! text ── tokenizer ──▶ indexed dataset (cached) ─┐
 //! PREFIX.bin, PREFIX.idx ─────────────────────────┴─▶ split ─▶ samples of S + 1 tokens ─▶ blend ─▶ microbatches
 //! ```
-//! Everything is a function of (files, seed, consumed samples), so there is no state to save and any rank can be asked for any
-//! sample.
+//! Everything is a function of (files, seed, consumed samples), so there is no state to save and
+//! any rank can be asked for any sample.
 
 mod added;
 mod beside;
@@ -70,7 +70,8 @@ pub struct Datasets {
     pub valid: Option<Arc<dyn SampleSource>>,
     pub test: Option<Arc<dyn SampleSource>>,
     pub tokenizer: Option<Tokenizer>,
-    /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`, `reset_attention_mask`).
+    /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`,
+    /// `reset_attention_mask`).
     pub document_ends: Option<DocumentEnds>,
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
@@ -80,7 +81,8 @@ pub struct Datasets {
     pub description: Vec<String>,
 }
 
-/// Everything [`open`] needs of the disk: tokenizer and indexed datasets, made and cached if need be.
+/// Everything [`open`] needs of the disk: tokenizer and indexed datasets, made and cached if need
+/// be.
 #[derive(Clone, Debug)]
 pub struct Prepared {
     pub tokenizer: Option<Tokenizer>,
@@ -93,11 +95,12 @@ pub struct Prepared {
     pub description: Vec<String>,
 }
 
-/// Trains the tokenizer and tokenizes the text, or finds both in the cache. Called before ranks start, so that they find
-/// them; ranks that start without it agree on who does the work.
+/// Trains the tokenizer and tokenizes the text, or finds both in the cache. Called before ranks
+/// start, so that they find them; ranks that start without it agree on who does the work.
 ///
 /// # Errors
-/// `Error::Config` where the settings contradict the data, `Error::Data` where files are missing, empty, damaged or no text.
+/// `Error::Config` where the settings contradict the data, `Error::Data` where files are missing,
+/// empty, damaged or no text.
 pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
     let DataPaths { kind, paths, weights } = DataPaths::parse(&cfg.data_path)?;
     match kind {
@@ -106,13 +109,14 @@ pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
     }
 }
 
-/// Opens the data of a run that reads `requested` samples. `vocab_size` is the model's; it may be absent where there is a
-/// tokenizer.
+/// Opens the data of a run that reads `requested` samples. `vocab_size` is the model's; it may be
+/// absent where there is a tokenizer.
 ///
 /// # Errors
-/// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of `seq_length` tokens;
-/// `Error::Config` where the tokenizer has more tokens than the model, or neither says how many there are, or no token ends
-/// documents and a setting asks for it, or there are weights but no samples are asked for.
+/// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of
+/// `seq_length` tokens; `Error::Config` where the tokenizer has more tokens than the model, or
+/// neither says how many there are, or no token ends documents and a setting asks for it, or there
+/// are weights but no samples are asked for.
 pub fn open(
     cfg: &DataConfig,
     seq_length: usize,
@@ -189,8 +193,9 @@ pub fn open(
     })
 }
 
-/// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in order; the others may be empty. As [`open`]
-/// otherwise. With what a user may not expect of the tokenizer.
+/// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in
+/// order; the others may be empty. As [`open`] otherwise. With what a user may not expect of the
+/// tokenizer.
 ///
 /// # Errors
 /// Those of [`open`], of this part.
@@ -351,7 +356,8 @@ fn describe(tokenizer: &Tokenizer) -> impl Iterator<Item = String> {
     std::iter::once(line).chain(tokenizer.notes().to_vec())
 }
 
-/// A hash of sizes and of the ends of each dataset, enough to notice that a path holds other tokens than before.
+/// A hash of sizes and of the ends of each dataset, enough to notice that a path holds other tokens
+/// than before.
 fn fingerprint(datasets: &[Arc<IndexedDataset>], weights: Option<&[f64]>) -> Result<String> {
     let mut hasher = cache::KeyHasher::default();
     weights.into_iter().flatten().for_each(|weight| hasher.update(&weight.to_bits().to_le_bytes()));

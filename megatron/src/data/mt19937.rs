@@ -1,7 +1,8 @@
 //! The Mersenne Twister, and the orders that numpy and PyTorch draw with it.
 //!
-//! Matsumoto & Nishimura 1998, "Mersenne Twister". Megatron orders documents and samples by `numpy.random.RandomState.shuffle`
-//! and epochs by `torch.randperm`; both seed by Knuth's recurrence (`init_genrand`).
+//! Matsumoto & Nishimura 1998, "Mersenne Twister". Megatron orders documents and samples by
+//! `numpy.random.RandomState.shuffle` and epochs by `torch.randperm`; both seed by Knuth's
+//! recurrence (`init_genrand`).
 
 const N: usize = 624;
 const M: usize = 397;
@@ -45,7 +46,8 @@ impl Mt19937 {
         self.next = 0;
     }
 
-    /// Uniform in 0..=`max`, by rejection under the smallest mask that covers `max` (numpy's `random_interval`).
+    /// Uniform in 0..=`max`, by rejection under the smallest mask that covers `max` (numpy's
+    /// `random_interval`).
     fn interval(&mut self, max: u64) -> u64 {
         if max == 0 {
             return 0;
@@ -73,7 +75,8 @@ impl Mt19937 {
 /// Elements from which on PyTorch draws its permutations otherwise.
 pub(super) const TORCH_PERMUTATION_LIMIT: u64 = u32::MAX as u64 / 20;
 
-/// `torch.randperm(n)` on the CPU after `manual_seed(seed)`, for `n` below [`TORCH_PERMUTATION_LIMIT`].
+/// `torch.randperm(n)` on the CPU after `manual_seed(seed)`, for `n` below
+/// [`TORCH_PERMUTATION_LIMIT`].
 pub(super) fn torch_permutation(n: u32, seed: u32) -> Vec<u32> {
     debug_assert!(u64::from(n) < TORCH_PERMUTATION_LIMIT);
     let mut random = Mt19937::new(seed);
@@ -88,7 +91,8 @@ pub(super) fn torch_permutation(n: u32, seed: u32) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// `numpy.random.RandomState(5489).randint(0, 2**32, dtype='uint32')` has the numbers of the published program.
+    /// `numpy.random.RandomState(5489).randint(0, 2**32, dtype='uint32')` has the numbers of the
+    /// published program.
     #[test]
     fn numbers_are_those_of_the_published_program() {
         let mut random = Mt19937::new(5489);
@@ -99,7 +103,8 @@ mod tests {
         assert_eq!(last, Some(4_123_659_995));
     }
 
-    /// `r = numpy.random.RandomState(1234); a = numpy.arange(10); r.shuffle(a); print(a); r.shuffle(a); print(a)`
+    /// `r = numpy.random.RandomState(1234); a = numpy.arange(10); r.shuffle(a); print(a);
+    /// r.shuffle(a); print(a)`
     #[test]
     fn shuffles_are_numpys_and_go_on_from_one_another() {
         let mut random = Mt19937::new(1234);

@@ -23,8 +23,8 @@ pub(super) enum Kind {
 
 impl DataPaths {
     /// # Errors
-    /// `Error::Config` where there is no path, weights and paths do not alternate, or text and datasets are mixed; `Error::Data`
-    /// where a path names nothing.
+    /// `Error::Config` where there is no path, weights and paths do not alternate, or text and
+    /// datasets are mixed; `Error::Data` where a path names nothing.
     pub fn parse(entries: &[String]) -> Result<Self> {
         let (weights, paths) = take_weights(entries)?;
         let (kind, paths) = classify(&paths)?;
@@ -32,7 +32,8 @@ impl DataPaths {
     }
 }
 
-/// Takes `0.7 A 0.3 B` apart. A first entry that is a number is a weight unless a file has that name.
+/// Takes `0.7 A 0.3 B` apart. A first entry that is a number is a weight unless a file has that
+/// name.
 fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
     let number = |entry: &str| entry.parse::<f64>().ok();
     let plain = || Ok((None, entries.iter().map(String::as_str).collect()));

@@ -1,7 +1,8 @@
 //! Which samples a rank reads in a step, and the tensors made of them.
 //!
-//! Source: Megatron-LM `legacy/data/data_samplers.py`: with c samples consumed, microbatch m of data-parallel rank r takes the
-//! samples c + m·(MBS·dp) + r·MBS + i, i < MBS. The samples of a step, c … c + GBS − 1, do not depend on how they are cut.
+//! Source: Megatron-LM `legacy/data/data_samplers.py`: with c samples consumed, microbatch m of
+//! data-parallel rank r takes the samples c + m·(MBS·dp) + r·MBS + i, i < MBS. The samples of a
+//! step, c … c + GBS − 1, do not depend on how they are cut.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,8 +1,9 @@
 //! Samples of S + 1 tokens, in order or shuffled anew every epoch.
 //!
-//! Sample i of a split is tokens [i·S, i·S + S] of its token stream: the last token of a sample is the first of the next. The
-//! shuffle is a Feistel network over the sample numbers with cycle walking (Black & Rogaway 2002, "Ciphers with Arbitrary
-//! Finite Domains"): a permutation in constant memory, so that any rank can ask for any sample at any time.
+//! Sample i of a split is tokens [i·S, i·S + S] of its token stream: the last token of a sample is
+//! the first of the next. The shuffle is a Feistel network over the sample numbers with cycle
+//! walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): a permutation in
+//! constant memory, so that any rank can ask for any sample at any time.
 
 use std::ops::Range;
 use std::path::Path;
@@ -19,7 +20,8 @@ pub trait SampleSource: Send + Sync {
     /// Distinct samples: those of one epoch.
     fn num_samples(&self) -> u64;
 
-    /// Writes sample `index` to `out`, of S + 1 tokens. Indices of `num_samples` and above are further epochs.
+    /// Writes sample `index` to `out`, of S + 1 tokens. Indices of `num_samples` and above are
+    /// further epochs.
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()>;
 
     /// What errors about this data name.
@@ -35,7 +37,8 @@ struct Segment {
     num_tokens: u64,
     /// First byte of the first sequence.
     first_byte: u64,
-    /// Where sequences do not lie one after another: their first tokens within the segment, and the first sequence.
+    /// Where sequences do not lie one after another: their first tokens within the segment, and the
+    /// first sequence.
     scattered: Option<(Vec<u64>, u64)>,
 }
 
@@ -235,8 +238,8 @@ pub fn permute(index: u64, n: u64, seed: u64, epoch: u64) -> u64 {
     if n <= 1 {
         return index;
     }
-    // Halves of equal width over the smallest even number of bits that holds n: at most four times n values, so that a walk
-    // back into 0..n takes fewer than four steps on average.
+    // Halves of equal width over the smallest even number of bits that holds n: at most four times
+    // n values, so that a walk back into 0..n takes fewer than four steps on average.
     let half = (64 - (n - 1).leading_zeros()).div_ceil(2);
     let mask = (1u64 << half) - 1;
     let key = mix(mix(seed) ^ epoch);
@@ -253,7 +256,8 @@ pub fn permute(index: u64, n: u64, seed: u64, epoch: u64) -> u64 {
     }
 }
 
-/// Four make a pseudorandom permutation of large domains (Luby & Rackoff 1988); small ones want more.
+/// Four make a pseudorandom permutation of large domains (Luby & Rackoff 1988); small ones want
+/// more.
 const ROUNDS: u64 = 10;
 
 /// SplitMix64 (Steele, Lea & Flood 2014).

@@ -1,7 +1,8 @@
 //! The cut of a corpus into train, valid and test by weights such as `969,30,1`.
 //!
-//! Source: Megatron-LM `core/datasets/blended_megatron_dataset_config.py` and `..._builder.py`: the weights are
-//! normalized, summed up from the left, and each bound is Python's `round(bound · N)`, which rounds halves to even.
+//! Source: Megatron-LM `core/datasets/blended_megatron_dataset_config.py` and `..._builder.py`: the
+//! weights are normalized, summed up from the left, and each bound is Python's `round(bound · N)`,
+//! which rounds halves to even.
 
 use std::ops::Range;
 

@@ -25,7 +25,8 @@ pub struct SampleCounts {
 }
 
 impl SampleCounts {
-    /// Those that Megatron asks for: every step, every evaluation on the validation data, one on the test data.
+    /// Those that Megatron asks for: every step, every evaluation on the validation data, one on
+    /// the test data.
     pub fn of(run: &RunConfig) -> Self {
         let samples = |steps: u64| steps.saturating_mul(run.training.global_batch_size as u64);
         let (iters, eval) = (run.training.train_iters, &run.logging);
@@ -86,7 +87,8 @@ impl<'a> Opener<'a> {
     /// The samples of a split of which `requested` will be read.
     ///
     /// # Errors
-    /// `Error::Data` where one of the datasets is too short for a sample, `Error::Config` where an order cannot be drawn.
+    /// `Error::Data` where one of the datasets is too short for a sample, `Error::Config` where an
+    /// order cannot be drawn.
     pub fn source(&self, part: Part, requested: u64) -> Result<Source> {
         self.cut(part, requested).map_err(|error| match (error, self.too_short(part)) {
             (Error::Data { message, .. }, Ok(Some(name))) => {
@@ -102,7 +104,8 @@ impl<'a> Opener<'a> {
     }
 
     fn cut(&self, part: Part, requested: u64) -> Result<Source> {
-        // Orders are drawn for one sample at least, so that a split that is not read yet can be described.
+        // Orders are drawn for one sample at least, so that a split that is not read yet can be
+        // described.
         let requested = requested.max(1);
         let source = match (self.order, self.weights) {
             (DataloaderType::Sequential | DataloaderType::Shuffled, None) => {
@@ -160,7 +163,8 @@ impl<'a> Opener<'a> {
         })
     }
 
-    /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for splits that a run can do without.
+    /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for
+    /// splits that a run can do without.
     pub fn held_out(
         &self,
         part: Part,

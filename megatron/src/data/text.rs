@@ -16,8 +16,9 @@ use super::cuts::Cuts;
 use super::parts::{Part, Parts};
 use crate::{Error, Result};
 
-/// Extensions that are taken for text within folders: prose, then code, then settings. A file named by itself may have any but those of records (JSON lines).
-/// JSON, CSV and logs are left out because they are mostly data, and what a run writes must not become what it reads.
+/// Extensions that are taken for text within folders: prose, then code, then settings. A file named
+/// by itself may have any but those of records (JSON lines). JSON, CSV and logs are left out
+/// because they are mostly data, and what a run writes must not become what it reads.
 pub const TEXT_EXTENSIONS: &[&str] = &[
     "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
     "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "kt", "swift", "js",
@@ -32,9 +33,11 @@ const NO_TEXT_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 const SKIPPED_FOLDERS: &[&str] = &["target", "node_modules", "__pycache__"];
 /// A folder with this file holds checkpoints, not text.
 const CHECKPOINT_MARK: &str = "latest_checkpointed_iteration.txt";
-/// Bytes after which a paragraph ends at the next end of a line, so that text without blank lines can be split too.
+/// Bytes after which a paragraph ends at the next end of a line, so that text without blank lines
+/// can be split too.
 const LONGEST_PARAGRAPH: usize = 1 << 16;
-/// Bytes of one line after which a paragraph ends between two words, so that a text without lines is not read whole.
+/// Bytes of one line after which a paragraph ends between two words, so that a text without lines
+/// is not read whole.
 const LONGEST_LINE: u64 = 1 << 20;
 
 /// The documents of a run and the key of their content.
@@ -48,13 +51,16 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Finds the text under `paths` (files, or folders read recursively in the order of their names) and reads it once.
+    /// Finds the text under `paths` (files, or folders read recursively in the order of their
+    /// names) and reads it once.
     ///
-    /// Skipped within folders: hidden files and folders, `target`, `node_modules`, `__pycache__`, checkpoints, the folder
-    /// `except` (the cache), other extensions than [`TEXT_EXTENSIONS`], and files that are empty, hold NUL or are not UTF-8.
+    /// Skipped within folders: hidden files and folders, `target`, `node_modules`, `__pycache__`,
+    /// checkpoints, the folder `except` (the cache), other extensions than [`TEXT_EXTENSIONS`], and
+    /// files that are empty, hold NUL or are not UTF-8.
     ///
     /// # Errors
-    /// `Error::Data` where a path is missing, a file named by itself is empty or no text, or a folder holds no text.
+    /// `Error::Data` where a path is missing, a file named by itself is empty or no text, or a
+    /// folder holds no text.
     pub fn scan(paths: &[PathBuf], except: &Path) -> Result<Self> {
         let except = fs::canonicalize(except).ok();
         let path = paths.first().cloned().unwrap_or_default();
@@ -266,13 +272,15 @@ impl Paragraphs {
         if bytes.is_empty() {
             return Ok(None);
         }
-        // Lines and words end at a byte that is part of no other character, so cutting there keeps UTF-8 whole.
+        // Lines and words end at a byte that is part of no other character, so cutting there keeps
+        // UTF-8 whole.
         let text = String::from_utf8(bytes).map_err(|_| (self.no_text)(&self.path))?;
         Ok(Some(Paragraph { text, last: self.ahead.is_empty() }))
     }
 }
 
-/// Where to cut a long line that begins at `start`: after its last white space, else before its last character.
+/// Where to cut a long line that begins at `start`: after its last white space, else before its
+/// last character.
 fn between_words(bytes: &[u8], start: usize) -> usize {
     // Something must be left for the next paragraph, or this one would seem to be the last.
     let line = &bytes[start..bytes.len() - 1];

@@ -1,7 +1,7 @@
 //! Text into a cached indexed dataset.
 //!
-//! The cache is keyed by the content of the text and by the tokenizer, so it cannot be stale; it is built by one process, for
-//! which others wait.
+//! The cache is keyed by the content of the text and by the tokenizer, so it cannot be stale; it is
+//! built by one process, for which others wait.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,6 +1,8 @@
-//! Tokenizers: bytes, a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus at first start.
+//! Tokenizers: bytes, a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus at
+//! first start.
 //!
-//! Byte-level BPE after Radford et al. 2019 (GPT-2); training and `tokenizer.json` are the `tokenizers` crate's.
+//! Byte-level BPE after Radford et al. 2019 (GPT-2); training and `tokenizer.json` are the
+//! `tokenizers` crate's.
 
 use std::ops::Range;
 use std::path::Path;
@@ -23,7 +25,8 @@ use crate::{Error, Result};
 
 /// Token that ends a document in vocabularies trained here.
 pub(super) const END_OF_TEXT: &str = "<|endoftext|>";
-/// Tokens that end a document in well-known vocabularies; the first one present is taken where nothing says which.
+/// Tokens that end a document in well-known vocabularies; the first one present is taken where
+/// nothing says which.
 const WELL_KNOWN_ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>"];
 /// The byte tokenizer's end of a document; its vocabulary is one larger.
 const BYTE_END: u32 = 256;
@@ -188,11 +191,12 @@ impl Tokenizer {
         Ok(tokenizer)
     }
 
-    /// Trains a byte-level BPE vocabulary of at most `vocab_size` tokens on `texts` and writes it to `path` as a
-    /// `tokenizer.json`.
+    /// Trains a byte-level BPE vocabulary of at most `vocab_size` tokens on `texts` and writes it
+    /// to `path` as a `tokenizer.json`.
     ///
     /// # Errors
-    /// `Error::Config` where the vocabulary is too small, those of `texts`, or if the file cannot be written.
+    /// `Error::Config` where the vocabulary is too small, those of `texts`, or if the file cannot
+    /// be written.
     pub fn train_on(
         texts: impl Iterator<Item = Result<String>> + Send,
         vocab_size: usize,
@@ -295,7 +299,8 @@ impl Tokenizer {
         self.eod
     }
 
-    /// Why a setting that needs [`eod`](Self::eod) cannot be used where there is none, and what to do.
+    /// Why a setting that needs [`eod`](Self::eod) cannot be used where there is none, and what to
+    /// do.
     pub fn lacks_eod(&self) -> String {
         let declared = match &self.kind {
             Kind::HuggingFace { declared, .. } => declared.as_deref(),
@@ -329,8 +334,9 @@ impl Tokenizer {
         &self.key
     }
 
-    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it, and says there which token ends a document,
-    /// so that opening the copy gives this tokenizer; bytes need none.
+    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it, and says
+    /// there which token ends a document, so that opening the copy gives this tokenizer; bytes need
+    /// none.
     ///
     /// # Errors
     /// If a file cannot be written.

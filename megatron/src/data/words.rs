@@ -1,9 +1,10 @@
 //! Byte-level BPE word by word, with every word's tokens remembered.
 //!
-//! A byte-level tokenizer cuts a text into words by a regular expression, and then encodes every word by itself (Radford et al. 2019,
-//! GPT-2; the same in Llama 3 and Qwen2). Text repeats its words, so nearly all of them are found in a table, and the model of the
-//! `tokenizers` crate is asked for the others only. The tokens are those of the crate's own `encode`, to the last one: whatever is
-//! not certain to be is left to it ([`Words::of`], [`Words::encode`]).
+//! A byte-level tokenizer cuts a text into words by a regular expression, and then encodes every
+//! word by itself (Radford et al. 2019, GPT-2; the same in Llama 3 and Qwen2). Text repeats its
+//! words, so nearly all of them are found in a table, and the model of the `tokenizers` crate is
+//! asked for the others only. The tokens are those of the crate's own `encode`, to the last one:
+//! whatever is not certain to be is left to it ([`Words::of`], [`Words::encode`]).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -22,7 +23,8 @@ use super::added::{Texts, added};
 /// How GPT-2 cuts text into words.
 pub(super) const GPT2: &str =
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// How such expressions end: white space, but for the last character of it if a word follows. Only this needs to look ahead.
+/// How such expressions end: white space, but for the last character of it if a word follows. Only
+/// this needs to look ahead.
 const SPACES: &str = r"|\s+(?!\S)|\s+";
 /// The pattern of white space, beside the rest of the expression.
 const IS_SPACE: PatternID = PatternID::new_unchecked(1);
@@ -55,7 +57,8 @@ struct Memory {
 }
 
 impl Words {
-    /// `None` where a tokenizer does more than to cut text by one expression and to encode the words' bytes.
+    /// `None` where a tokenizer does more than to cut text by one expression and to encode the
+    /// words' bytes.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let model = bpe(tokenizer)?;
         // Dropout encodes a word differently every time.
@@ -158,7 +161,8 @@ impl Words {
                 Some(found) => {
                     let mut end = found.end();
                     if found.pattern() == IS_SPACE && end < text.len() {
-                        // A word follows, and takes the last character with it, unless that is the only one.
+                        // A word follows, and takes the last character with it, unless that is the
+                        // only one.
                         let last =
                             text[found.range()].chars().next_back().map_or(0, char::len_utf8);
                         if found.len() > last {

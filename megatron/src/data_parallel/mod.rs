@@ -1,5 +1,5 @@
-//! Data parallelism: reduction of gradients over replicas, bucket by bucket (Li et al. 2020), whole or scattered (ZeRO-1,
-//! Rajbhandari et al. 2020).
+//! Data parallelism: reduction of gradients over replicas, bucket by bucket (Li et al. 2020), whole
+//! or scattered (ZeRO-1, Rajbhandari et al. 2020).
 
 mod reducer;
 

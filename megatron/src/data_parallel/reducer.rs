@@ -1,4 +1,5 @@
-//! Completes a step's gradients: sums over tp where they are partial, adds the uses of tied weights, sums over dp.
+//! Completes a step's gradients: sums over tp where they are partial, adds the uses of tied
+//! weights, sums over dp.
 
 use candle_core::{DType, Tensor};
 
@@ -15,7 +16,8 @@ pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
 
 /// Reduces the buckets of one rank.
 ///
-/// Every rank of a dp group holds the same buckets and completes them in the same order, so reductions need no agreement.
+/// Every rank of a dp group holds the same buckets and completes them in the same order, so
+/// reductions need no agreement.
 pub struct GradientReducer {
     tp: Group,
     dp: Group,
@@ -59,7 +61,8 @@ impl GradientReducer {
         }
     }
 
-    /// Sums over dp in messages of bf16, half the size: every rank's gradient is rounded before, and their sum after.
+    /// Sums over dp in messages of bf16, half the size: every rank's gradient is rounded before,
+    /// and their sum after.
     pub fn in_bf16(self, in_bf16: bool) -> Self {
         Self { in_bf16, ..self }
     }
@@ -80,7 +83,8 @@ impl GradientReducer {
     /// If a peer fails.
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
         for (i, bucket) in store.buckets().iter().enumerate() {
-            // Under overlap those are left of which no layer has announced some gradient, alike on all replicas.
+            // Under overlap those are left of which no layer has announced some gradient, alike on
+            // all replicas.
             if !self.overlap
                 || bucket.tied
                 || self.missing.get(i).is_none_or(|&missing| missing > 0)
@@ -155,7 +159,8 @@ impl GradientReducer {
         Ok(())
     }
 
-    /// The gradient of the embedding's use plus that of the head's, each summed by itself, whether they are on one rank or on two.
+    /// The gradient of the embedding's use plus that of the head's, each summed by itself, whether
+    /// they are on one rank or on two.
     fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         for id in &bucket.params {
             store.add_first_use(*id)?;
@@ -212,7 +217,8 @@ mod tests {
         t.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Gradients by a product, by sums, of a matrix with two uses, and of what no layer came to, announced or not.
+    /// Gradients by a product, by sums, of a matrix with two uses, and of what no layer came to,
+    /// announced or not.
     #[test]
     fn a_step_ends_with_the_sums_of_its_own_gradients() {
         let device = Device::Cpu;

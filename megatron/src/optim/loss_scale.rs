@@ -1,11 +1,13 @@
-//! The loss scale of fp16 training (Micikevicius et al. 2018), by the rule of DeepSpeed's `DynamicLossScaler`.
+//! The loss scale of fp16 training (Micikevicius et al. 2018), by the rule of DeepSpeed's
+//! `DynamicLossScaler`.
 
 use serde::{Deserialize, Serialize};
 
 use crate::config::{DynamicLossScale, LossScaling, Precision};
 use crate::{Error, Result};
 
-/// The factor on the loss of every step. All ranks of a run hold the same, since all see the same overflows.
+/// The factor on the loss of every step. All ranks of a run hold the same, since all see the same
+/// overflows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossScaler {
     scale: f64,
@@ -164,11 +166,13 @@ mod tests {
         consecutive_hysteresis: false,
     };
 
-    // The expected scales of these tests are what DeepSpeed's DynamicLossScaler has after `update_scale` of each step.
+    // The expected scales of these tests are what DeepSpeed's DynamicLossScaler has after
+    // `update_scale` of each step.
 
     #[test]
     fn an_overflow_halves_and_a_window_without_one_doubles() {
-        // The window counts from the step after the first good one: DeepSpeed's (iteration − last overflow) − 1.
+        // The window counts from the step after the first good one: DeepSpeed's (iteration − last
+        // overflow) − 1.
         assert_eq!(scales(&mut scaler(SMALL), "x....."), [4.0, 4.0, 4.0, 8.0, 8.0, 16.0]);
         assert_eq!(scales(&mut scaler(SMALL), "....."), [8.0, 8.0, 16.0, 16.0, 32.0]);
     }

@@ -1,7 +1,8 @@
 //! The learning rate as a function of the samples consumed by applied steps.
 //!
-//! Follows Megatron-LM's `OptimizerParamScheduler`; WSD is Hu et al. 2024 (MiniCPM). Lengths are in samples, so a
-//! schedule does not depend on the batch size. A step that is skipped does not advance it.
+//! Follows Megatron-LM's `OptimizerParamScheduler`; WSD is Hu et al. 2024 (MiniCPM). Lengths are in
+//! samples, so a schedule does not depend on the batch size. A step that is skipped does not
+//! advance it.
 
 use std::f64::consts::PI;
 
@@ -105,7 +106,8 @@ impl LrSchedule {
         self.min_lr + coefficient * (self.max_lr - self.min_lr)
     }
 
-    /// The samples after which the rate stays at its lowest; none where it never gets there by itself.
+    /// The samples after which the rate stays at its lowest; none where it never gets there by
+    /// itself.
     pub fn end(&self) -> Option<u64> {
         (!matches!(self.style, DecayStyle::Constant)).then_some(self.decay)
     }

@@ -1,5 +1,6 @@
-//! AdamW and SGD over flat buckets, whole or cut over dp (ZeRO-1, Rajbhandari et al. 2020), with clipping by global norm.
-//! 16-bit weights are the rounding of fp32 masters, which are what is stepped (Micikevicius et al. 2018).
+//! AdamW and SGD over flat buckets, whole or cut over dp (ZeRO-1, Rajbhandari et al. 2020), with
+//! clipping by global norm. 16-bit weights are the rounding of fp32 masters, which are what is
+//! stepped (Micikevicius et al. 2018).
 
 use std::ops::Range;
 
@@ -22,7 +23,8 @@ use crate::params::{
 /// Elements whose halves are joined at a time, on the host.
 const JOINED: usize = 1 << 20;
 
-/// An update that is queued. Whether it changes anything the device decides; see [`Optimizer::settle`].
+/// An update that is queued. Whether it changes anything the device decides; see
+/// [`Optimizer::settle`].
 #[must_use = "the optimizer has to learn whether the update was made"]
 pub struct Queued(Verdict);
 
@@ -121,12 +123,14 @@ impl Optimizer {
         store.iter().map(|(_, p)| p).filter(|p| !matches!(p.role, Role::TiedUse(_)))
     }
 
-    /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold the same.
+    /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold
+    /// the same.
     fn counts(&self, param: &Param) -> bool {
         speaks_for(&param.spec, param.role, self.tp.rank())
     }
 
-    /// This rank's share of the squared norm of the model's main gradient, every logical parameter counted once: f64 `[1]` on the device.
+    /// This rank's share of the squared norm of the model's main gradient, every logical parameter
+    /// counted once: f64 `[1]` on the device.
     fn squared_norm(&self, store: &ParamStore) -> Result<Tensor> {
         let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
@@ -210,8 +214,8 @@ impl Optimizer {
         Ok(zeros)
     }
 
-    /// Everybody's `shares`, f64 `[n]` of each rank, one after the other, on the device. Added in this order, they are the same sum on every
-    /// rank, whatever carries them.
+    /// Everybody's `shares`, f64 `[n]` of each rank, one after the other, on the device. Added in
+    /// this order, they are the same sum on every rank, whatever carries them.
     fn gathered(shares: &Tensor, group: &Group) -> Result<Tensor> {
         if group.size() == 1 {
             return Ok(shares.clone());
@@ -221,13 +225,15 @@ impl Optimizer {
         Ok(all)
     }
 
-    /// Queues an update from the main gradients, which are `loss_scale` times the loss's. If their norm is not finite it changes nothing, on
-    /// any rank. On a GPU norm, clipping and that decision stay there: nobody waits for them here.
+    /// Queues an update from the main gradients, which are `loss_scale` times the loss's. If their
+    /// norm is not finite it changes nothing, on any rank. On a GPU norm, clipping and that
+    /// decision stay there: nobody waits for them here.
     ///
     /// # Errors
     /// If a peer fails.
     pub fn step(&self, store: &ParamStore, rates: Rates, loss_scale: f64) -> Result<Queued> {
-        // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's takes memory and queues.
+        // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's
+        // takes memory and queues.
         let mut shares =
             Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.dp.size() > 1 {
@@ -253,7 +259,8 @@ impl Optimizer {
         Ok(Queued(verdict))
     }
 
-    /// Counts the update that [`step`](Self::step) queued, if it was made: `verdict` is [`Queued::verdict`], read by the host.
+    /// Counts the update that [`step`](Self::step) queued, if it was made: `verdict` is
+    /// [`Queued::verdict`], read by the host.
     ///
     /// # Errors
     /// If `verdict` is something else.
@@ -265,7 +272,8 @@ impl Optimizer {
         Ok(StepResult { grad_norm: decided.norm, applied: decided.applied })
     }
 
-    /// What this rank steps of a bucket, in order: its parameters, some without weight decay, each with the padding before it.
+    /// What this rank steps of a bucket, in order: its parameters, some without weight decay, each
+    /// with the padding before it.
     fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
@@ -345,9 +353,10 @@ impl Optimizer {
         })
     }
 
-    /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`, every logical
-    /// element is given by exactly one rank of the world (for saving); without, everything that this rank holds
-    /// (for loading). A parameter with a master is saved as its master; loading fills both from the one logical tensor.
+    /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`,
+    /// every logical element is given by exactly one rank of the world (for saving); without,
+    /// everything that this rank holds (for loading). A parameter with a master is saved as its
+    /// master; loading fills both from the one logical tensor.
     ///
     /// # Errors
     /// If a view cannot be made.
@@ -412,8 +421,8 @@ impl Optimizer {
     }
 }
 
-/// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it, row-major. The piece's box is whole in all dimensions but the
-/// first and the last.
+/// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it,
+/// row-major. The piece's box is whole in all dimensions but the first and the last.
 fn dither(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
     let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else {
         return StochasticRounding::whole(key);

@@ -9,13 +9,15 @@ use crate::params::{
     ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap,
 };
 
-/// Whether tp rank `tp_rank` speaks for the parameter among its tie group and the tp ranks that hold the same.
+/// Whether tp rank `tp_rank` speaks for the parameter among its tie group and the tp ranks that
+/// hold the same.
 pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
     role == Role::Primary && (spec.partition != Partition::Replicated || tp_rank == 0)
 }
 
-/// The part of a parameter, which lies at `whole` of a bucket of `bucket_len` elements, that replica `dp_rank` of `dp`
-/// writes, as a range of the bucket. Replicas share the work of writing, whether or not their state is cut.
+/// The part of a parameter, which lies at `whole` of a bucket of `bucket_len` elements, that
+/// replica `dp_rank` of `dp` writes, as a range of the bucket. Replicas share the work of writing,
+/// whether or not their state is cut.
 pub(super) fn written_part(
     whole: Range<usize>,
     bucket_len: usize,
@@ -25,8 +27,8 @@ pub(super) fn written_part(
     overlap(whole, &shard(bucket_len, dp_rank, dp))
 }
 
-/// What the rank at (`tp_rank`, `dp_rank`) of the stage with this placement writes, in the order of its file: the
-/// parameters of which `Optimizer::shards` gives owned shards.
+/// What the rank at (`tp_rank`, `dp_rank`) of the stage with this placement writes, in the order of
+/// its file: the parameters of which `Optimizer::shards` gives owned shards.
 pub fn written(
     placement: &Placement,
     (tp_rank, tp): (usize, usize),

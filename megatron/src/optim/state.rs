@@ -1,5 +1,6 @@
-//! What an optimizer keeps of every element that it steps: where the parameters are, or in the host's memory or a file, from which it comes a part at a time
-//! while a step is made (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
+//! What an optimizer keeps of every element that it steps: where the parameters are, or in the
+//! host's memory or a file, from which it comes a part at a time while a step is made (Ren et al.
+//! 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -11,7 +12,8 @@ use crate::config::OptimizerOffload;
 use crate::params::{Elements, Filed, copy_on_host};
 use crate::{Error, Result};
 
-/// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches until they are written back.
+/// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches
+/// until they are written back.
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 19 };
 /// Elements that go to a GPU at a time.
 const PART_ON_GPU: usize = if cfg!(any(test, feature = "emulated")) { 1 << 12 } else { 1 << 22 };
@@ -121,8 +123,9 @@ impl BucketState {
         }
     }
 
-    /// Calls `step` with parts of the range, which together are all of it, and what is kept of them on `device`, the parameters', which it changes. On a GPU
-    /// it is queued; where state is elsewhere, the host waits until all but the last parts are back.
+    /// Calls `step` with parts of the range, which together are all of it, and what is kept of them
+    /// on `device`, the parameters', which it changes. On a GPU it is queued; where state is
+    /// elsewhere, the host waits until all but the last parts are back.
     ///
     /// # Errors
     /// What `step` returns, or if what is kept cannot be read, written or copied.
@@ -174,7 +177,8 @@ impl BucketState {
         let lanes = (0..LANES).map(|_| room_for(away, PART_ON_GPU.min(self.range.len()), device));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
         away.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
-        // When a lane may be written to: behind what made it, then behind the step of what it held. Copies go beside later steps.
+        // When a lane may be written to: behind what made it, then behind the step of what it held.
+        // Copies go beside later steps.
         let (mut free, mut under_way) = (now()?, VecDeque::new());
         for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
             if under_way.len() == LANES

@@ -1,5 +1,5 @@
-//! Elements that are kept in files rather than in memory: optimizer state that is read and written once a step (Rajbhandari et al. 2021,
-//! "ZeRO-Infinity").
+//! Elements that are kept in files rather than in memory: optimizer state that is read and written
+//! once a step (Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::fs::{self, File};
 use std::io;
@@ -17,14 +17,16 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::{Error, Result};
 
-/// Bytes that a thread reads or writes at a time: of what is kept, as many lie together in a file, the next ones in the next file. Longer ones leave the
-/// second-level cache, shorter ones cost more calls.
+/// Bytes that a thread reads or writes at a time: of what is kept, as many lie together in a file,
+/// the next ones in the next file. Longer ones leave the second-level cache, shorter ones cost more
+/// calls.
 const BLOCK: usize = 256 << 10;
 /// File systems let one thread write to a file at a time.
 const FILES: usize = 8;
 const OP: &str = "optimizer-state";
 
-/// `len` elements of a dtype in files that have no name: when nobody holds them any more, or the process ends however it does, their space is free.
+/// `len` elements of a dtype in files that have no name: when nobody holds them any more, or the
+/// process ends however it does, their space is free.
 #[derive(Clone, Debug)]
 pub struct Filed {
     files: Arc<Files>,
@@ -82,7 +84,8 @@ impl Files {
     }
 }
 
-/// The parts of `len` bytes from byte `at` on that lie in a block each: their first bytes, and lengths.
+/// The parts of `len` bytes from byte `at` on that lie in a block each: their first bytes, and
+/// lengths.
 fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let first = (BLOCK - at % BLOCK).min(len);
     let later = (at + first..at + len)
@@ -92,7 +95,8 @@ fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 impl Filed {
-    /// Zeros: as many as each of `parts` says, of its dtype, in the same files on the disk of `folder`, which is made if it is not there.
+    /// Zeros: as many as each of `parts` says, of its dtype, in the same files on the disk of
+    /// `folder`, which is made if it is not there.
     ///
     /// # Errors
     /// If the folder cannot be made or written in, or has no room.
@@ -202,7 +206,8 @@ impl Filed {
         written.map_err(|error| self.failed("write optimizer state in", error))
     }
 
-    /// Has the system read the elements `range`, as far as there are so many, without waiting for them.
+    /// Has the system read the elements `range`, as far as there are so many, without waiting for
+    /// them.
     pub fn prefetch(&self, range: Range<usize>) {
         let range = range.start.min(self.len)..range.end.min(self.len);
         let size = self.dtype.size_in_bytes();
@@ -237,7 +242,8 @@ impl Filed {
     }
 }
 
-/// Calls `f` with each of `parts`. Where a rank computes on one thread, that is the caller's, and the pool has another one, to which it would hand them.
+/// Calls `f` with each of `parts`. Where a rank computes on one thread, that is the caller's, and
+/// the pool has another one, to which it would hand them.
 pub(crate) fn on_threads<T: Send, E: Send>(
     parts: Vec<T>,
     f: impl Fn(T) -> std::result::Result<(), E> + Send + Sync,
@@ -249,7 +255,8 @@ pub(crate) fn on_threads<T: Send, E: Send>(
     }
 }
 
-/// Makes `file` `len` bytes long, with space for all of them where its file system can promise that.
+/// Makes `file` `len` bytes long, with space for all of them where its file system can promise
+/// that.
 fn reserve(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());

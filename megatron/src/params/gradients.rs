@@ -1,10 +1,12 @@
 //! The main gradients of a step, from the first that is added to the last.
 //!
-//! On a CPU they are not cleared before a step: who adds first writes over what the memory has held, which spares memory the writing
-//! and reading of all of them. A bucket's have memory from then on until the optimizer has used them: backward drops a layer's activations as it
-//! comes to the layer's gradients, so what a step begins with they never have at once. On a GPU gradients stay where they are; those of large
-//! weights are written over, too, and what lies between them is cleared at once. All are cleared where a CUDA graph adds to them for every
-//! microbatch alike ([`ParamStore::clear_all_grads`]).
+//! On a CPU they are not cleared before a step: who adds first writes over what the memory has
+//! held, which spares memory the writing and reading of all of them. A bucket's have memory from
+//! then on until the optimizer has used them: backward drops a layer's activations as it comes to
+//! the layer's gradients, so what a step begins with they never have at once. On a GPU gradients
+//! stay where they are; those of large weights are written over, too, and what lies between them is
+//! cleared at once. All are cleared where a CUDA graph adds to them for every microbatch alike
+//! ([`ParamStore::clear_all_grads`]).
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -55,7 +57,8 @@ impl GradientBuffer {
         Ok(Self { len, dtype, device: device.clone(), gaps, memory: Mutex::new(there) })
     }
 
-    /// All of them, `[len]`. A parameter's that nothing was added to, and that was not cleared, is whatever the memory held.
+    /// All of them, `[len]`. A parameter's that nothing was added to, and that was not cleared, is
+    /// whatever the memory held.
     ///
     /// # Errors
     /// If there is no memory.
@@ -93,7 +96,8 @@ impl GradientBuffer {
     }
 }
 
-/// Elements from which on a GPU's gradient is not cleared before a step: clearing one takes a launch, which small ones share.
+/// Elements from which on a GPU's gradient is not cleared before a step: clearing one takes a
+/// launch, which small ones share.
 const LARGE: usize = 1 << 18;
 
 /// Whether what is in the place of a parameter's gradient is none of this step's.
@@ -165,7 +169,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Ends a step, whose gradients nobody needs any more: on a CPU their memory serves the next step's activations.
+    /// Ends a step, whose gradients nobody needs any more: on a CPU their memory serves the next
+    /// step's activations.
     pub fn release_grads(&self) {
         if !computes_ahead(&self.options().device) {
             self.buckets().iter().for_each(|bucket| *lock(&bucket.grads.memory) = None);
@@ -173,7 +178,8 @@ impl ParamStore {
         }
     }
 
-    /// The parameter's main gradient, in local shape, for a kernel that adds to it; or for who reads what the step has added.
+    /// The parameter's main gradient, in local shape, for a kernel that adds to it; or for who
+    /// reads what the step has added.
     ///
     /// # Errors
     /// If it has no memory, or cannot be cleared.
@@ -220,8 +226,8 @@ impl ParamStore {
         Ok(add(dy, x, &grad)?)
     }
 
-    /// Adds the gradient of an embedding, as [`embedding_backward`]; where another layer uses its matrix, too,
-    /// [`add_first_use`](Self::add_first_use) is to follow.
+    /// Adds the gradient of an embedding, as [`embedding_backward`]; where another layer uses its
+    /// matrix, too, [`add_first_use`](Self::add_first_use) is to follow.
     ///
     /// # Errors
     /// As there.

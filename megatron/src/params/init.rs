@@ -1,12 +1,15 @@
-//! Initial values: a function of (seed, parameter name, global element index), so that no layout changes a bit.
+//! Initial values: a function of (seed, parameter name, global element index), so that no layout
+//! changes a bit.
 //!
-//! Source of the distribution: Radford et al. 2019 (N(0, 0.02), output projections scaled by 1/√(2·layers)).
+//! Source of the distribution: Radford et al. 2019 (N(0, 0.02), output projections scaled by
+//! 1/√(2·layers)).
 
 use kernels::tensor::philox::{fill_normal, stream_id};
 
 use super::{Init, ParamSpec, Piece};
 
-/// The initial values of the share of tp rank `rank` of `tp`, in fp32, row-major; padding rows are zero.
+/// The initial values of the share of tp rank `rank` of `tp`, in fp32, row-major; padding rows are
+/// zero.
 pub fn initial_values(spec: &ParamSpec, rank: usize, tp: usize, seed: u64) -> Vec<f32> {
     let numel = spec.local_shape(tp).iter().product();
     initial_values_of(spec, &spec.pieces(rank, tp), numel, seed)
@@ -21,7 +24,8 @@ pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed:
             Init::Zeros => {}
             Init::Ones => values[piece.local..piece.local + piece.flat.len()].fill(1.0),
             Init::Normal { std } => {
-                // The box's rows that are contiguous in the global tensor: everything after the split dimension.
+                // The box's rows that are contiguous in the global tensor: everything after the
+                // split dimension.
                 for_each_run(&spec.shape, &piece.offset, &piece.shape, |global, local, len| {
                     let start = piece.local + local;
                     fill_normal(&mut values[start..start + len], seed, stream, global, std);
@@ -32,7 +36,8 @@ pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed:
     values
 }
 
-/// Calls `f(global index, index in the box, length)` for every run of a box that is contiguous in the global tensor.
+/// Calls `f(global index, index in the box, length)` for every run of a box that is contiguous in
+/// the global tensor.
 fn for_each_run(
     global: &[usize],
     offset: &[usize],
@@ -40,7 +45,8 @@ fn for_each_run(
     mut f: impl FnMut(u64, usize, usize),
 ) {
     let rank = global.len();
-    // Trailing dimensions that the box covers whole join one run; `axis` is the first dimension that belongs to the run.
+    // Trailing dimensions that the box covers whole join one run; `axis` is the first dimension
+    // that belongs to the run.
     let mut axis = rank.saturating_sub(1);
     while axis > 0 && extent[axis] == global[axis] {
         axis -= 1;

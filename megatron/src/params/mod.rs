@@ -1,5 +1,5 @@
-//! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the whole
-//! ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
+//! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the
+//! whole ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
 
 mod filed;
 mod gradients;

@@ -1,4 +1,5 @@
-//! Where one rank's elements lie in a logical tensor: the common language of checkpoints, resharding and ZeRO.
+//! Where one rank's elements lie in a logical tensor: the common language of checkpoints,
+//! resharding and ZeRO.
 
 use std::fmt;
 use std::ops::Range;
@@ -30,11 +31,12 @@ impl Piece {
     }
 }
 
-/// The parts of `pieces` that lie in `local`, a range of the local elements, with `Piece::local` counted from the start
-/// of that range.
+/// The parts of `pieces` that lie in `local`, a range of the local elements, with `Piece::local`
+/// counted from the start of that range.
 ///
-/// This is how ZeRO's shards of a flat buffer become shards of logical tensors: shift a parameter's pieces to where the
-/// parameter lies in the buffer, then clip them to the range that the dp rank owns.
+/// This is how ZeRO's shards of a flat buffer become shards of logical tensors: shift a parameter's
+/// pieces to where the parameter lies in the buffer, then clip them to the range that the dp rank
+/// owns.
 pub fn clip_pieces(pieces: &[Piece], local: Range<usize>) -> Vec<Piece> {
     let clip = |piece: &Piece| {
         let held = piece.local_range();
@@ -91,12 +93,14 @@ pub struct ShardRef {
     pub data: Elements,
 }
 
-/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers, or what a file holds.
+/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers, or
+/// what a file holds.
 #[derive(Clone, Debug)]
 pub enum Elements {
     Tensor(Tensor),
-    /// fp32 values as [`kernels::ops::remainders`]. Without the low ones there is nothing to save; what is loaded is rounded as the high halves are, so
-    /// that ranks which hold one another's weights agree.
+    /// fp32 values as [`kernels::ops::remainders`]. Without the low ones there is nothing to save;
+    /// what is loaded is rounded as the high halves are, so that ranks which hold one another's
+    /// weights agree.
     Halves {
         high: Tensor,
         low: Option<Tensor>,
@@ -145,7 +149,8 @@ pub struct ParamShare {
     pub name: String,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,
-    /// Where the elements lie in it, in the order in which they are written; `Piece::local` counts within this share.
+    /// Where the elements lie in it, in the order in which they are written; `Piece::local` counts
+    /// within this share.
     pub pieces: Vec<Piece>,
 }
 

@@ -1,6 +1,7 @@
-//! The gradient of an embedding whose matrix another layer uses, too: sums of the rows that a step's tokens name, apart from the sums of the
-//! other use, to which they are added once. So the order of summation is that of a pipeline whose ends hold a copy each, at the cost
-//! of the rows that are named rather than of a second gradient of the matrix.
+//! The gradient of an embedding whose matrix another layer uses, too: sums of the rows that a
+//! step's tokens name, apart from the sums of the other use, to which they are added once. So the
+//! order of summation is that of a pipeline whose ends hold a copy each, at the cost of the rows
+//! that are named rather than of a second gradient of the matrix.
 
 use candle_core::{Device, Tensor};
 use kernels::ops::embedding::embedding_backward;

@@ -9,8 +9,9 @@ use super::Piece;
 pub enum Partition {
     /// Every tp rank holds all of it.
     Replicated,
-    /// Dimension `dim` consists of `parts` equal sections, each cut evenly over tp: rank r holds the r-th slice of every
-    /// section, one after the other. `parts` is 1 for plain splits and 2 for fused gate|up projections.
+    /// Dimension `dim` consists of `parts` equal sections, each cut evenly over tp: rank r holds
+    /// the r-th slice of every section, one after the other. `parts` is 1 for plain splits and 2
+    /// for fused gate|up projections.
     Split { dim: usize, parts: usize },
 }
 
@@ -33,14 +34,16 @@ pub struct ParamSpec {
     /// Global shape, without padding.
     pub shape: Vec<usize>,
     pub partition: Partition,
-    /// Size of dimension 0 after padding with zero rows (vocabulary); equals `shape[0]` where nothing is padded.
+    /// Size of dimension 0 after padding with zero rows (vocabulary); equals `shape[0]` where
+    /// nothing is padded.
     pub padded_dim0: usize,
     pub init: Init,
     /// Whether weight decay applies.
     pub weight_decay: bool,
     /// Parameters with the same group are one weight used in several places (tied embeddings).
     pub tie_group: Option<String>,
-    /// The gradient on each tp rank is a part of a sum over tp (norms and row-parallel biases under sequence parallelism).
+    /// The gradient on each tp rank is a part of a sum over tp (norms and row-parallel biases under
+    /// sequence parallelism).
     pub grad_partial_over_tp: bool,
 }
 
@@ -57,7 +60,8 @@ impl ParamSpec {
         shape
     }
 
-    /// Where the share of rank `rank` of `tp` lies in the global tensor. Padding rows belong to no piece.
+    /// Where the share of rank `rank` of `tp` lies in the global tensor. Padding rows belong to no
+    /// piece.
     pub fn pieces(&self, rank: usize, tp: usize) -> Vec<Piece> {
         let whole = |offset: Vec<usize>, shape: Vec<usize>, local: usize| {
             let len = shape.iter().product::<usize>();
@@ -70,8 +74,8 @@ impl ParamSpec {
         let per_rank = self.local_shape(tp)[dim]; // extent of the share along `dim`
         let per_part = per_rank / parts; // and of its slice of one section
         let inner = self.shape[dim + 1..].iter().product::<usize>();
-        // The share's slices of several sections interleave in local memory once per index of the dimensions before
-        // `dim`; a slice of the only section is one box with all of those.
+        // The share's slices of several sections interleave in local memory once per index of the
+        // dimensions before `dim`; a slice of the only section is one box with all of those.
         let outer = self.shape[..dim].iter().product::<usize>();
         let num_boxes = if parts == 1 { 1 } else { outer };
         let mut pieces = Vec::new();
@@ -118,7 +122,8 @@ mod tests {
         }
     }
 
-    /// The share of one rank, element by element: the global index of each local element, `None` where it is padding.
+    /// The share of one rank, element by element: the global index of each local element, `None`
+    /// where it is padding.
     fn share(spec: &ParamSpec, rank: usize, tp: usize) -> Vec<Option<usize>> {
         let mut local = vec![None; spec.local_shape(tp).iter().product()];
         for piece in spec.pieces(rank, tp) {

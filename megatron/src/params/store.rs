@@ -1,8 +1,10 @@
-//! One rank's parameters in flat buckets: weights, their fp32 masters, main gradients, and the views that layers use.
+//! One rank's parameters in flat buckets: weights, their fp32 masters, main gradients, and the
+//! views that layers use.
 //!
-//! Buckets follow Megatron's distributed data parallel: parameters in reverse order of the layers, so that a bucket is
-//! complete early in backward. Each bucket is one candle storage for weights and one for fp32 main
-//! gradients, so that candle's lock on one bucket never delays work on another.
+//! Buckets follow Megatron's distributed data parallel: parameters in reverse order of the layers,
+//! so that a bucket is complete early in backward. Each bucket is one candle storage for weights
+//! and one for fp32 main gradients, so that candle's lock on one bucket never delays work on
+//! another.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -24,10 +26,11 @@ pub struct ParamId(usize);
 pub enum Role {
     /// The one that counts: in the norm, in checkpoints.
     Primary,
-    /// A copy of a weight whose primary lives on another pipeline stage; kept equal by summing gradients.
+    /// A copy of a weight whose primary lives on another pipeline stage; kept equal by summing
+    /// gradients.
     TiedCopy,
-    /// A second use of a weight of this rank: the same storage, and on a CPU the same gradient, to which the sums of the first use are added
-    /// once; a gradient of its own on a GPU.
+    /// A second use of a weight of this rank: the same storage, and on a CPU the same gradient, to
+    /// which the sums of the first use are added once; a gradient of its own on a GPU.
     TiedUse(ParamId),
 }
 
@@ -81,7 +84,8 @@ pub struct Bucket {
 pub struct Master {
     /// The elements of the bucket that this rank steps.
     pub range: Range<usize>,
-    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones ([`kernels::ops::remainders`], i16).
+    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones
+    /// ([`kernels::ops::remainders`], i16).
     pub values: Tensor,
 }
 
@@ -94,7 +98,8 @@ impl Master {
         self.values.narrow(0, part.start - self.range.start, part.len())
     }
 
-    /// The elements `whole` of the bucket in order, as parts that are in its range (true) or not; none of them empty.
+    /// The elements `whole` of the bucket in order, as parts that are in its range (true) or not;
+    /// none of them empty.
     pub fn parts(&self, whole: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> {
         let kept = overlap(whole.clone(), &self.range);
         let parts =
@@ -103,7 +108,8 @@ impl Master {
     }
 }
 
-/// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline stage.
+/// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline
+/// stage.
 #[derive(Clone, Debug)]
 pub struct Placement {
     /// In forward order.
@@ -172,8 +178,8 @@ impl ParamsBuilder {
         self.push(spec, Role::Primary)
     }
 
-    /// Declares a further use of a tied weight. If its first use is on this rank they share the storage, otherwise this rank
-    /// keeps a copy.
+    /// Declares a further use of a tied weight. If its first use is on this rank they share the
+    /// storage, otherwise this rank keeps a copy.
     pub fn declare_tied(&mut self, spec: ParamSpec) -> ParamId {
         let primary = self
             .declared
@@ -196,8 +202,8 @@ impl ParamsBuilder {
             .map(|(spec, ..)| spec)
     }
 
-    /// Places the parameters declared so far in buckets of at least `bucket_size` elements, cut over `tp`, each divisible
-    /// by `dp`; allocates nothing.
+    /// Places the parameters declared so far in buckets of at least `bucket_size` elements, cut
+    /// over `tp`, each divisible by `dp`; allocates nothing.
     pub fn place(&self, bucket_size: usize, dp: usize, tp: usize) -> Placement {
         let pad = |n: usize, to: usize| n.div_ceil(to) * to;
         let mut buckets: Vec<PlacedBucket> = Vec::new();
@@ -305,7 +311,8 @@ pub struct ParamStore {
 }
 
 impl ParamStore {
-    /// From now on a step begins with gradients of 0, to which the same work can be done for every microbatch.
+    /// From now on a step begins with gradients of 0, to which the same work can be done for every
+    /// microbatch.
     pub fn clear_all_grads(&mut self) {
         self.clears_all_grads = true;
     }
@@ -336,8 +343,9 @@ impl ParamStore {
         &self.options
     }
 
-    /// Makes masters of 16-bit weights, fp32 or what bf16 weights lack of it, over the `range` of each bucket (of a length) that this rank steps; weights of other dtypes
-    /// are their own masters. Values that are assigned from here on reach both.
+    /// Makes masters of 16-bit weights, fp32 or what bf16 weights lack of it, over the `range` of
+    /// each bucket (of a length) that this rank steps; weights of other dtypes are their own
+    /// masters. Values that are assigned from here on reach both.
     ///
     /// # Errors
     /// If the device cannot hold them.
@@ -367,8 +375,8 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Writes fp32 values (local shape, row-major) into a parameter: into its master, if it has one, and rounded to the model's
-    /// dtype into its weight.
+    /// Writes fp32 values (local shape, row-major) into a parameter: into its master, if it has
+    /// one, and rounded to the model's dtype into its weight.
     ///
     /// # Errors
     /// If the number of values is not the parameter's.

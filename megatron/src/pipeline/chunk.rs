@@ -1,7 +1,7 @@
 //! One virtual stage: a run of layers, with the embedding and the head at the ends of the model.
 //!
-//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward again in backward, up to the last layer's
-//! activations.
+//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward
+//! again in backward, up to the last layer's activations.
 
 use std::ops::Range;
 
@@ -74,7 +74,8 @@ impl Chunk {
         }
     }
 
-    /// Runs the chunk. `input`: the previous stage's residual stream; `None` on the first virtual stage.
+    /// Runs the chunk. `input`: the previous stage's residual stream; `None` on the first virtual
+    /// stage.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
@@ -105,7 +106,8 @@ impl Chunk {
         }
     }
 
-    /// Room for what each layer remembers of `positions` tokens of `batch` samples while generating.
+    /// Room for what each layer remembers of `positions` tokens of `batch` samples while
+    /// generating.
     ///
     /// # Errors
     /// If memory does not suffice.
@@ -113,8 +115,8 @@ impl Chunk {
         self.layers.iter().map(|layer| layer.cache(positions, batch, ctx)).collect()
     }
 
-    /// Runs the next tokens of each sample through the chunk, on the last virtual stage up to the head's input; sample i's first
-    /// token has position `starts[i]`.
+    /// Runs the next tokens of each sample through the chunk, on the last virtual stage up to the
+    /// head's input; sample i's first token has position `starts[i]`.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
@@ -140,9 +142,10 @@ impl Chunk {
         Ok(x)
     }
 
-    /// Runs the chunk backward. `dy`: the next stage's gradient; `None` on the last virtual stage. `ready` learns of
-    /// parameters as soon as this pass adds nothing more to their gradients, except what it leaves to `ctx.later`. Returns the gradient of the input
-    /// (`None` on the first virtual stage).
+    /// Runs the chunk backward. `dy`: the next stage's gradient; `None` on the last virtual stage.
+    /// `ready` learns of parameters as soon as this pass adds nothing more to their gradients,
+    /// except what it leaves to `ctx.later`. Returns the gradient of the input (`None` on the first
+    /// virtual stage).
     ///
     /// # Errors
     /// If a kernel or a collective fails.

@@ -1,8 +1,11 @@
-//! Gradients of weights apart from those of inputs, so that a stage computes them where it would wait.
+//! Gradients of weights apart from those of inputs, so that a stage computes them where it would
+//! wait.
 //!
-//! Nobody waits for the gradients of weights before the step's end. Once a backward computes and sends the gradients of inputs alone,
-//! the stages before it go on a third of a pass earlier, and the products left over fill the time that is idle anyway (Qi et al. 2023,
-//! "Zero Bubble Pipeline Parallelism", ZB-H1). Here that is done to any training schedule: forwards and backwards keep its order.
+//! Nobody waits for the gradients of weights before the step's end. Once a backward computes and
+//! sends the gradients of inputs alone, the stages before it go on a third of a pass earlier, and
+//! the products left over fill the time that is idle anyway (Qi et al. 2023, "Zero Bubble Pipeline
+//! Parallelism", ZB-H1). Here that is done to any training schedule: forwards and backwards keep
+//! its order.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -16,7 +19,8 @@ use crate::{Error, Result};
 enum Policy {
     /// Right after the input gradients are sent.
     AtOnce,
-    /// When its next pass has to wait for at least so many quarters of the time that they take; 0: whenever it has to wait.
+    /// When its next pass has to wait for at least so many quarters of the time that they take; 0:
+    /// whenever it has to wait.
     InGaps(u64),
 }
 
@@ -29,16 +33,19 @@ const POLICIES: [Policy; 6] = [
     Policy::AtOnce,
 ];
 
-/// `schedule` with every backward that may gain by it cut in two: gradients of inputs where the backward was, gradients of weights
-/// where the stage would wait for its next message, where its memory is used up, and at the end.
+/// `schedule` with every backward that may gain by it cut in two: gradients of inputs where the
+/// backward was, gradients of weights where the stage would wait for its next message, where its
+/// memory is used up, and at the end.
 ///
-/// What a stage holds, activations of forwards whose backward is still to come and operands of weight gradients still owed, is
-/// never more than the largest that a stage of `schedule` keeps in activations, except that it may owe one pass where nothing else fits. Each
-/// chunk's weight gradients come in the order of its backwards, so every sum has the bits that it has in `schedule`.
-/// The step is never longer, if `costs` are right: of several policies, the one is taken that ends first.
+/// What a stage holds, activations of forwards whose backward is still to come and operands of
+/// weight gradients still owed, is never more than the largest that a stage of `schedule` keeps in
+/// activations, except that it may owe one pass where nothing else fits. Each chunk's weight
+/// gradients come in the order of its backwards, so every sum has the bits that it has in
+/// `schedule`. The step is never longer, if `costs` are right: of several policies, the one is
+/// taken that ends first.
 ///
-/// A backward stays whole where its weights are owed to nobody's advantage: where there are none, and on the first virtual stage where
-/// its two halves would follow each other.
+/// A backward stays whole where its weights are owed to nobody's advantage: where there are none,
+/// and on the first virtual stage where its two halves would follow each other.
 ///
 /// # Errors
 /// If the schedule does not pass [`simulate`], has no backward, or is delayed already.
@@ -98,8 +105,9 @@ fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: P
     let pp = orders.len();
     let mut stages: Vec<Stage> = (0..pp).map(|_| Stage::default()).collect();
     let mut next = vec![0; pp];
-    // When the input of (microbatch, stage, chunk) is there. What a stage waits for is made from what it has sent, so where it places
-    // weight gradients changes nothing about that, and every stage can be taken as far as its messages reach.
+    // When the input of (microbatch, stage, chunk) is there. What a stage waits for is made from
+    // what it has sent, so where it places weight gradients changes nothing about that, and every
+    // stage can be taken as far as its messages reach.
     let mut arrivals: HashMap<(Payload, usize, usize, usize), u64> = HashMap::new();
     let mut progress = true;
     while std::mem::take(&mut progress) {
@@ -156,7 +164,8 @@ impl Stage {
         }
     }
 
-    /// Computes gradients of weights until the next pass, whose message is there at `arrival`, should begin.
+    /// Computes gradients of weights until the next pass, whose message is there at `arrival`,
+    /// should begin.
     fn make_ready(
         &mut self,
         stage: usize,
@@ -205,7 +214,8 @@ impl Stage {
         self.owed.push_back(Compute { pass: Pass::WeightGradients, ..c });
     }
 
-    /// Makes one backward of two halves that follow each other on the first virtual stage, from which nobody waits for an input's gradient.
+    /// Makes one backward of two halves that follow each other on the first virtual stage, from
+    /// which nobody waits for an input's gradient.
     fn join_halves(&mut self) {
         let halves = std::mem::take(&mut self.order);
         for c in halves {
@@ -314,7 +324,8 @@ mod tests {
         for (name, schedule) in all_small() {
             for costs in some_costs(&schedule) {
                 let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
-                // Every weight gradient once, after its input gradients, in the order of microbatches; and no deadlock.
+                // Every weight gradient once, after its input gradients, in the order of
+                // microbatches; and no deadlock.
                 for delayed in [delayed.receiving_early(), delayed.clone()] {
                     simulate(&delayed, &costs).unwrap_or_else(|e| panic!("{name} {costs:?}: {e}"));
                 }
@@ -409,7 +420,8 @@ mod tests {
                 let costs = even(&schedule, chunk(f, b, w));
                 let report =
                     simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
-                // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F + B − W).
+                // Qi et al. 2023, table 1: 1F1B waits for (pp − 1)(F + B + W), ZB-H1 for (pp − 1)(F
+                // + B − W).
                 let bubble = (pp as u64 - 1) * (f + b - w);
                 assert_eq!(
                     report.makespan,
@@ -444,7 +456,8 @@ mod tests {
 
     #[test]
     fn extra_warm_up_hides_a_last_stage_with_longer_passes() {
-        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in forward, on the second: 408 and 386 a microbatch.
+        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in
+        // forward, on the second: 408 and 386 a microbatch.
         let costs = |of_layers: u64, head| ChunkCosts {
             forward: 33 * of_layers + head,
             input_gradients: 38 * of_layers,

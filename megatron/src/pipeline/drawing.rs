@@ -3,9 +3,10 @@
 use super::schedule::Pass;
 use super::simulator::{Report, Slot};
 
-/// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and its microbatch (`a0`, `b0`
-/// …), a backward or its input gradients the same with a capital letter (`A0`), weight gradients `w0` (`wa0`, `wb0` … where there are
-/// several chunks); blanks are the bubble.
+/// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and
+/// its microbatch (`a0`, `b0` …), a backward or its input gradients the same with a capital letter
+/// (`A0`), weight gradients `w0` (`wa0`, `wb0` … where there are several chunks); blanks are the
+/// bubble.
 pub fn render(report: &Report) -> String {
     let several = report.timeline.iter().flatten().any(|slot| slot.chunk > 0);
     let slots = || report.timeline.iter().flatten();
@@ -22,7 +23,8 @@ pub fn render(report: &Report) -> String {
             Pass::WeightGradients => format!("w{}", slot.microbatch),
         }
     };
-    let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1); // with the bar that ends it
+    // with the bar that ends it
+    let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1);
     let column = |time: u64| (time / unit) as usize * cell;
     let mut text = String::new();
     for (stage, slots) in report.timeline.iter().enumerate() {

@@ -69,7 +69,8 @@ impl Stage {
         }
     }
 
-    /// [`Ctx::loss_weights`] of a microbatch; `loss_factor`: loss scale / unmasked tokens of the global batch.
+    /// [`Ctx::loss_weights`] of a microbatch; `loss_factor`: loss scale / unmasked tokens of the
+    /// global batch.
     ///
     /// # Errors
     /// If there is no memory.
@@ -84,7 +85,8 @@ impl Stage {
         Ok((self.tp.stream_length(seq)?, b, self.hidden))
     }
 
-    /// Runs this rank's actions over a step's microbatches. `loss_factor`: loss scale / unmasked tokens of the global batch.
+    /// Runs this rank's actions over a step's microbatches. `loss_factor`: loss scale / unmasked
+    /// tokens of the global batch.
     ///
     /// # Errors
     /// If a kernel or a peer fails.
@@ -159,7 +161,8 @@ impl Stage {
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
                     let name = if whole { "backward" } else { "input gradients" };
                     let _span = span(name, Kind::Phase).at(microbatch, chunk);
-                    // Backwards of a chunk come in order of microbatches, so the last one completes the gradients.
+                    // Backwards of a chunk come in order of microbatches, so the last one completes
+                    // the gradients.
                     let mut completes = Vec::new();
                     let mut ready = |params: &[ParamId]| {
                         if microbatch != last {
@@ -193,8 +196,8 @@ impl Stage {
     }
 }
 
-/// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device, which need not have computed
-/// them yet.
+/// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device,
+/// which need not have computed them yet.
 pub struct Losses(pub(super) Vec<Option<Tensor>>);
 
 impl Losses {
@@ -228,7 +231,8 @@ pub struct Results {
 }
 
 impl Results {
-    /// The sum of the losses, in order of microbatches, and the others. Waits for the device to come to where they are.
+    /// The sum of the losses, in order of microbatches, and the others. Waits for the device to
+    /// come to where they are.
     ///
     /// # Errors
     /// If they cannot be read.

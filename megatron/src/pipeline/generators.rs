@@ -1,13 +1,15 @@
 //! The generators of schedules: pure functions of the number of stages, chunks and microbatches.
 //!
-//! GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021 (§2.2), in Megatron-LM's order. In all of
-//! them each chunk's backwards come in microbatch order, so that gradients are summed in one order under any schedule.
+//! GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021 (§2.2), in
+//! Megatron-LM's order. In all of them each chunk's backwards come in microbatch order, so that
+//! gradients are summed in one order under any schedule.
 
 use super::schedule::{Compute, Pass, Schedule};
 use crate::config::ScheduleKind;
 use crate::{Error, Result};
 
-/// The training schedule of a run: `v` is 1 unless interleaved, `extra_warmup` ([`one_f_one_b`]) 0 unless 1F1B.
+/// The training schedule of a run: `v` is 1 unless interleaved, `extra_warmup` ([`one_f_one_b`]) 0
+/// unless 1F1B.
 ///
 /// # Errors
 /// If the schedule cannot be made for these sizes.
@@ -37,7 +39,8 @@ pub fn generate(
     }
 }
 
-/// All `m` forwards, then all backwards, on `pp` stages. Every stage keeps the activations of m microbatches.
+/// All `m` forwards, then all backwards, on `pp` stages. Every stage keeps the activations of m
+/// microbatches.
 ///
 /// # Errors
 /// If a size is 0.
@@ -45,12 +48,14 @@ pub fn gpipe(pp: usize, m: usize) -> Result<Schedule> {
     warm_up_then_alternate(pp, 1, m, |_| m)
 }
 
-/// One forward, one backward, on `pp` stages: stage p runs pp − p − 1 forwards ahead, so it keeps the activations of at
-/// most pp − p microbatches.
+/// One forward, one backward, on `pp` stages: stage p runs pp − p − 1 forwards ahead, so it keeps
+/// the activations of at most pp − p microbatches.
 ///
-/// The first stage runs `extra_warmup` forwards more ahead, those behind it fewer and the last, which waits for no gradient, none. With pp − 1 more, and
-/// gradients of weights delayed, that is ZB-H2 (Qi et al. 2023, §2.2). Not for interleaved schedules: their first stage's forwards of later chunks depend on
-/// forwards that the last stage runs after backwards, which wait for the first.
+/// The first stage runs `extra_warmup` forwards more ahead, those behind it fewer and the last,
+/// which waits for no gradient, none. With pp − 1 more, and gradients of weights delayed, that is
+/// ZB-H2 (Qi et al. 2023, §2.2). Not for interleaved schedules: their first stage's forwards of
+/// later chunks depend on forwards that the last stage runs after backwards, which wait for the
+/// first.
 ///
 /// # Errors
 /// If a number of stages or microbatches is 0.
@@ -61,8 +66,9 @@ pub fn one_f_one_b(pp: usize, m: usize, extra_warmup: usize) -> Result<Schedule>
     warm_up_then_alternate(pp, 1, m, |stage| (pp - stage - 1).saturating_add(extra(pp - stage - 1)))
 }
 
-/// 1F1B over `v` chunks per stage, in groups of `pp` microbatches: a group runs through a stage's first chunk, then its
-/// second, and so on; backward walks the chunks in reverse. Stage p runs 2(pp − p − 1) + (v − 1)·pp forwards ahead.
+/// 1F1B over `v` chunks per stage, in groups of `pp` microbatches: a group runs through a stage's
+/// first chunk, then its second, and so on; backward walks the chunks in reverse. Stage p runs 2(pp
+/// − p − 1) + (v − 1)·pp forwards ahead.
 ///
 /// # Errors
 /// If pp < 2, v < 2, or m is not a multiple of pp.
@@ -84,7 +90,8 @@ pub fn interleaved(pp: usize, v: usize, m: usize) -> Result<Schedule> {
     warm_up_then_alternate(pp, v, m, |stage| 2 * (pp - stage - 1) + (v - 1) * pp)
 }
 
-/// Forwards alone, for evaluation; with `v` > 1 in groups of at most `pp` microbatches, as [`interleaved`], but m need not divide.
+/// Forwards alone, for evaluation; with `v` > 1 in groups of at most `pp` microbatches, as
+/// [`interleaved`], but m need not divide.
 ///
 /// # Errors
 /// If a size is 0, or v > 1 on a single stage.
@@ -94,7 +101,8 @@ pub fn forward_only(pp: usize, v: usize, m: usize) -> Result<Schedule> {
     Ok(Schedule::with_messages(&vec![order; pp], m, v))
 }
 
-/// Stage p runs `warm_up(p)` forwards (at most all), then one forward and one backward in turn, then what is left.
+/// Stage p runs `warm_up(p)` forwards (at most all), then one forward and one backward in turn,
+/// then what is left.
 fn warm_up_then_alternate(
     pp: usize,
     v: usize,
@@ -120,8 +128,8 @@ fn warm_up_then_alternate(
     Ok(Schedule::with_messages(&(0..pp).map(order).collect::<Vec<_>>(), m, v))
 }
 
-/// The k-th forward or backward of every stage: groups of pp microbatches (the last may be smaller) run through chunk
-/// after chunk.
+/// The k-th forward or backward of every stage: groups of pp microbatches (the last may be smaller)
+/// run through chunk after chunk.
 fn nth(pass: Pass, k: usize, pp: usize, v: usize, m: usize) -> Compute {
     let first = k / (pp * v) * pp; // of the group
     let group = pp.min(m - first);

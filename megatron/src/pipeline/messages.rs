@@ -1,13 +1,14 @@
-//! Adds the messages to the passes of a pipeline: a send right after its result, a receive right before its use, or early enough that the
-//! message travels beside a computation.
+//! Adds the messages to the passes of a pipeline: a send right after its result, a receive right
+//! before its use, or early enough that the message travels beside a computation.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::schedule::{Action, Compute, Payload, Schedule, consumer, producer};
 
 impl Schedule {
-    /// The schedule whose stages run `orders`, with receives right before their use. Where a stage uses the messages of a lane in another
-    /// order than they are sent, the receive that has to come earlier does.
+    /// The schedule whose stages run `orders`, with receives right before their use. Where a stage
+    /// uses the messages of a lane in another order than they are sent, the receive that has to
+    /// come earlier does.
     pub(super) fn with_messages(
         orders: &[Vec<Compute>],
         num_microbatches: usize,
@@ -17,9 +18,10 @@ impl Schedule {
         Self::with_receives(orders, num_microbatches, num_chunks, none_early)
     }
 
-    /// The same passes with the input of each received before the pass that precedes it, so that the message travels while that one is
-    /// computed; what depends on that very pass is still received right before its use. So a stage holds the input of one pass ahead, and
-    /// no receive waits, through whatever other stages, for something that its own stage issues after it.
+    /// The same passes with the input of each received before the pass that precedes it, so that
+    /// the message travels while that one is computed; what depends on that very pass is still
+    /// received right before its use. So a stage holds the input of one pass ahead, and no receive
+    /// waits, through whatever other stages, for something that its own stage issues after it.
     ///
     /// This is for transports on which a receive that waits holds up nothing but its own lane.
     pub fn receiving_early(&self) -> Self {
@@ -29,7 +31,8 @@ impl Schedule {
         Self::with_receives(&orders, self.num_microbatches, self.num_chunks, early)
     }
 
-    /// `early` tells of (stage, index of a pass) whether its input is received before the preceding pass.
+    /// `early` tells of (stage, index of a pass) whether its input is received before the preceding
+    /// pass.
     fn with_receives(
         orders: &[Vec<Compute>],
         num_microbatches: usize,
@@ -80,7 +83,8 @@ impl Schedule {
     }
 }
 
-/// Messages by (from, to, payload) in the order in which they are sent: for which (microbatch, chunk) of the receiver.
+/// Messages by (from, to, payload) in the order in which they are sent: for which (microbatch,
+/// chunk) of the receiver.
 type Lanes = HashMap<(usize, usize, Payload), VecDeque<(usize, usize)>>;
 
 /// Posts the receives of a lane up to that of the input of `c`, unless it is posted.
@@ -99,13 +103,15 @@ fn post(
     }
 }
 
-/// For each pass of each stage, of how many of the stage's own passes (its first ones) the received input is made, through whatever other
-/// stages; 0 where nothing is received. All passes where the orders never get there.
+/// For each pass of each stage, of how many of the stage's own passes (its first ones) the received
+/// input is made, through whatever other stages; 0 where nothing is received. All passes where the
+/// orders never get there.
 fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
     let pp = orders.len();
     let mut needed: Vec<Vec<usize>> =
         orders.iter().map(|order| vec![order.len(); order.len()]).collect();
-    // Passes of each stage that are made, and how many of each stage (its first ones) the last of them depends on.
+    // Passes of each stage that are made, and how many of each stage (its first ones) the last of
+    // them depends on.
     let mut made = vec![0; pp];
     let mut past = vec![vec![0; pp]; pp];
     // What the input of (microbatch, stage, chunk) depends on.
@@ -157,7 +163,8 @@ mod tests {
         Compute { pass: Pass::Forward, microbatch, chunk: 0 }
     }
 
-    /// Actions of a stage: `a0` receives an activation and `g0` a gradient, `F0` and `B0` are passes, `>` sends.
+    /// Actions of a stage: `a0` receives an activation and `g0` a gradient, `F0` and `B0` are
+    /// passes, `>` sends.
     fn words(schedule: &Schedule, stage: usize) -> String {
         let letter = |chunk: usize| {
             if schedule.num_chunks == 1 { String::new() } else { ["a", "b"][chunk].into() }
@@ -185,7 +192,8 @@ mod tests {
     #[test]
     fn receives_are_posted_before_the_pass_that_precedes_their_use() {
         let schedule = one_f_one_b(3, 4, 0).unwrap().receiving_early();
-        // The first gradient does not depend on the third forward, so it may come while that is computed.
+        // The first gradient does not depend on the third forward, so it may come while that is
+        // computed.
         assert_eq!(words(&schedule, 0), "F0 > F1 > g0 F2 > B0 g1 F3 > g2 B1 g3 B2 B3");
         assert_eq!(
             words(&schedule, 1),
@@ -221,7 +229,8 @@ mod tests {
     #[test]
     fn orders_that_never_end_are_left_to_the_simulator() {
         let backward = |microbatch| Compute { pass: Pass::Backward, microbatch, chunk: 0 };
-        // Stage 0 asks for the gradient before it sends the activation that the gradient depends on.
+        // Stage 0 asks for the gradient before it sends the activation that the gradient depends
+        // on.
         let orders = [vec![backward(0), forward(0)], vec![forward(0), backward(0)]];
         assert_eq!(
             words(&Schedule::with_messages(&orders, 1, 1).receiving_early(), 0),

@@ -1,8 +1,9 @@
 //! Pipeline parallelism: who computes which microbatch when.
 //!
-//! Schedules are data ([`Schedule`]), made by generators ([`gpipe`], [`one_f_one_b`], [`interleaved`],
-//! [`forward_only`]), changed by [`delay_weight_gradients`], proved by [`simulate`], and executed by one engine ([`Stage::run`]) over the layers of each virtual
-//! stage ([`Chunk`]). [`partition`] deals layers to virtual stages.
+//! Schedules are data ([`Schedule`]), made by generators ([`gpipe`], [`one_f_one_b`],
+//! [`interleaved`], [`forward_only`]), changed by [`delay_weight_gradients`], proved by
+//! [`simulate`], and executed by one engine ([`Stage::run`]) over the layers of each virtual stage
+//! ([`Chunk`]). [`partition`] deals layers to virtual stages.
 
 mod chunk;
 mod costs;

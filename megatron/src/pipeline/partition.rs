@@ -1,18 +1,22 @@
 //! Dealing layers to virtual stages.
 //!
-//! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, one more on the first n mod p.
+//! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, one more on the first n
+//! mod p.
 
 use std::ops::Range;
 
 use crate::config::PartitionMethod;
 use crate::{Error, Result};
 
-/// The layers of each virtual stage, in the order of the model (chunk c of stage p is virtual stage c·pp + p).
+/// The layers of each virtual stage, in the order of the model (chunk c of stage p is virtual stage
+/// c·pp + p).
 ///
-/// `layer_weights` are the parameters (or operations) of each layer; `first_extra` and `last_extra` those of the embedding and of the
-/// final norm and head, which come on top of the first and last virtual stage. By parameters or operations, the largest sum of a
-/// stage is as small as it can be, the sums are as even as that allows (least sum of squares), and what is still equal is
-/// decided for the latest split, i.e. more layers on earlier stages. Only an explicit list may leave a stage empty.
+/// `layer_weights` are the parameters (or operations) of each layer; `first_extra` and `last_extra`
+/// those of the embedding and of the final norm and head, which come on top of the first and last
+/// virtual stage. By parameters or operations, the largest sum of a stage is as small as it can be,
+/// the sums are as even as that allows (least sum of squares), and what is still equal is decided
+/// for the latest split, i.e. more layers on earlier stages. Only an explicit list may leave a
+/// stage empty.
 ///
 /// # Errors
 /// If there are fewer layers than virtual stages, or an explicit list has another length or sum.
@@ -73,7 +77,8 @@ fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// At least one layer each; smallest largest stage, then least sum of squares, then the latest split.
+/// At least one layer each; smallest largest stage, then least sum of squares, then the latest
+/// split.
 fn balanced(
     layer_weights: &[u64],
     first_extra: u64,
@@ -99,15 +104,17 @@ fn balanced(
     (0..p).map(|stage| starts[stage]..starts.get(stage + 1).copied().unwrap_or(n)).collect()
 }
 
-/// Cuts n ≥ p layers into p non-empty runs such that `combine` over the runs' costs is least, by dynamic programming
-/// over prefixes. Returns that least value and the first layer of each run, the latest among equals.
+/// Cuts n ≥ p layers into p non-empty runs such that `combine` over the runs' costs is least, by
+/// dynamic programming over prefixes. Returns that least value and the first layer of each run, the
+/// latest among equals.
 fn best_splits(
     n: usize,
     p: usize,
     cost: impl Fn(usize, Range<usize>) -> u128,
     combine: impl Fn(u128, u128) -> u128,
 ) -> (u128, Vec<usize>) {
-    // best[i]: least value of the runs so far over the first i layers; cuts[stage - 1][i]: where the last of them begins.
+    // best[i]: least value of the runs so far over the first i layers; cuts[stage - 1][i]: where
+    // the last of them begins.
     let mut best: Vec<u128> =
         (0..=n).map(|i| if i == 0 { u128::MAX } else { cost(0, 0..i) }).collect();
     let mut cuts = Vec::with_capacity(p);

@@ -1,11 +1,12 @@
-//! Forward and backward of a microbatch as one CUDA graph, which every microbatch of every step launches: the counterpart of Megatron-LM's
-//! `--enable-cuda-graph`.
+//! Forward and backward of a microbatch as one CUDA graph, which every microbatch of every step
+//! launches: the counterpart of Megatron-LM's `--enable-cuda-graph`.
 //!
-//! What differs from one microbatch to the next reaches the graph through tensors that stay where they are and are filled before each launch:
-//! tokens, labels, the loss mask, the weights of the losses, in which are the number of unmasked tokens and the loss scale, where documents lie
-//! in the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything else of a step (clearing and reducing
-//! gradients, the optimizer with its learning rate, counts and clipping) stays outside. Gradients and weights lie in flat buffers, which do not
-//! move.
+//! What differs from one microbatch to the next reaches the graph through tensors that stay where
+//! they are and are filled before each launch: tokens, labels, the loss mask, the weights of the
+//! losses, in which are the number of unmasked tokens and the loss scale, where documents lie in
+//! the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything
+//! else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts
+//! and clipping) stays outside. Gradients and weights lie in flat buffers, which do not move.
 
 use candle_core::{DType, Tensor};
 use kernels::ops::dropout::step_and_samples;
@@ -22,7 +23,8 @@ use crate::params::{ParamId, ParamStore};
 use crate::tensor_parallel::Phase;
 use crate::{Error, Result};
 
-/// Steps made in the ordinary way before one is recorded: they choose algorithms, load kernels, and upload what is always the same.
+/// Steps made in the ordinary way before one is recorded: they choose algorithms, load kernels, and
+/// upload what is always the same.
 const WARM_UP: u32 = 2;
 
 /// Forward and backward of a stage that holds the whole model, recorded and repeated.
@@ -61,8 +63,8 @@ impl Replay {
         Self { drops, warm: 0, shape: None, recorded: None, news: None }
     }
 
-    /// As [`Stage::run`] of training over the whole model. `schedule` and `gradients` are used by the steps that are not repeated: the first
-    /// ones, and those that a profile records.
+    /// As [`Stage::run`] of training over the whole model. `schedule` and `gradients` are used by
+    /// the steps that are not repeated: the first ones, and those that a profile records.
     ///
     /// # Errors
     /// If a kernel fails, or something was asked for that cannot be recorded.

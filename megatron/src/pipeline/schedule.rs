@@ -1,15 +1,18 @@
 //! A pipeline schedule as data: for every stage the list of what it does, in order.
 //!
-//! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p, so consecutive virtual stages
-//! lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2). An engine walks its stage's list and keeps two
-//! maps by (payload, microbatch, chunk): receives posted and not yet used, and outputs not yet sent. A send never waits
-//! for its receiver, nor a receive for its message; the pass that uses a message waits for it. Between two stages each payload has a
-//! lane of its own ([`Payload::tag`]) on which messages arrive in the order they were sent, and receives take them in the order posted.
+//! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p, so
+//! consecutive virtual stages lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2). An
+//! engine walks its stage's list and keeps two maps by (payload, microbatch, chunk): receives
+//! posted and not yet used, and outputs not yet sent. A send never waits for its receiver, nor a
+//! receive for its message; the pass that uses a message waits for it. Between two stages each
+//! payload has a lane of its own ([`Payload::tag`]) on which messages arrive in the order they were
+//! sent, and receives take them in the order posted.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// A pass of one chunk over one microbatch. Backward comes whole, or as gradients of inputs and, at any later time, of weights.
+/// A pass of one chunk over one microbatch. Backward comes whole, or as gradients of inputs and, at
+/// any later time, of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
     Forward,
@@ -19,7 +22,8 @@ pub enum Pass {
 }
 
 impl Pass {
-    /// What this pass takes and makes, except at the pipeline's ends; nothing where weights are all that is left to do.
+    /// What this pass takes and makes, except at the pipeline's ends; nothing where weights are all
+    /// that is left to do.
     pub fn payload(self) -> Option<Payload> {
         match self {
             Self::Forward => Some(Payload::Activation),
@@ -34,7 +38,8 @@ impl Pass {
 pub enum Payload {
     /// The output of a forward, which is the input of the next virtual stage's.
     Activation,
-    /// The gradient of a forward's input, which is the gradient of the previous virtual stage's output.
+    /// The gradient of a forward's input, which is the gradient of the previous virtual stage's
+    /// output.
     Gradient,
 }
 
@@ -64,15 +69,18 @@ impl Payload {
     }
 }
 
-/// One step of a stage. `microbatch` and `chunk` are those of the stage's own computation: in [`Action::Send`] the one
-/// that made the payload, in [`Action::Recv`] the one that will use it.
+/// One step of a stage. `microbatch` and `chunk` are those of the stage's own computation: in
+/// [`Action::Send`] the one that made the payload, in [`Action::Recv`] the one that will use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Runs the chunk forward. Its input is the received activation, or the data on the first virtual stage.
+    /// Runs the chunk forward. Its input is the received activation, or the data on the first
+    /// virtual stage.
     Forward { microbatch: usize, chunk: usize },
-    /// Runs the chunk backward. Its input is the received gradient, or the loss on the last virtual stage.
+    /// Runs the chunk backward. Its input is the received gradient, or the loss on the last virtual
+    /// stage.
     Backward { microbatch: usize, chunk: usize },
-    /// The same, but leaves the products that make gradients of weights to [`Action::WeightGradients`].
+    /// The same, but leaves the products that make gradients of weights to
+    /// [`Action::WeightGradients`].
     InputGradients { microbatch: usize, chunk: usize },
     /// Computes the gradients that [`Action::InputGradients`] left.
     WeightGradients { microbatch: usize, chunk: usize },
@@ -180,7 +188,8 @@ impl Action {
     }
 }
 
-/// Where what (stage, chunk) makes goes: the (stage, chunk) that takes it; `None` at the pipeline's end.
+/// Where what (stage, chunk) makes goes: the (stage, chunk) that takes it; `None` at the pipeline's
+/// end.
 pub(super) fn consumer(
     pp: usize,
     v: usize,
@@ -225,12 +234,14 @@ impl Schedule {
             .collect()
     }
 
-    /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no activation.
+    /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no
+    /// activation.
     pub fn is_first(&self, stage: usize, chunk: usize) -> bool {
         stage == 0 && chunk == 0
     }
 
-    /// Whether (stage, chunk) is the last virtual stage, which computes the loss and sends no activation.
+    /// Whether (stage, chunk) is the last virtual stage, which computes the loss and sends no
+    /// activation.
     pub fn is_last(&self, stage: usize, chunk: usize) -> bool {
         stage + 1 == self.pp() && chunk + 1 == self.num_chunks
     }

@@ -1,8 +1,9 @@
-//! Runs a schedule on paper: proves that it is complete and cannot hang, and measures its bubble and memory.
+//! Runs a schedule on paper: proves that it is complete and cannot hang, and measures its bubble
+//! and memory.
 //!
-//! Messages take no time, so the figures are those of the literature (Huang et al. 2019; Narayanan et al. 2021, §2.2):
-//! with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp − 1), of interleaved 1F1B
-//! (pp − 1) / (v·M + pp − 1).
+//! Messages take no time, so the figures are those of the literature (Huang et al. 2019; Narayanan
+//! et al. 2021, §2.2): with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp −
+//! 1), of interleaved 1F1B (pp − 1) / (v·M + pp − 1).
 
 use std::collections::{HashMap, HashSet};
 
@@ -27,11 +28,14 @@ pub struct Report {
     pub makespan: u64,
     /// Share of all stages' time until then in which they are idle.
     pub bubble: f64,
-    /// Per stage, the largest number of forwards (of any chunk) whose backward is still to come; 0 without backward.
+    /// Per stage, the largest number of forwards (of any chunk) whose backward is still to come; 0
+    /// without backward.
     pub peak_in_flight: Vec<usize>,
-    /// Per stage, the largest number of input gradients (of any chunk) whose weight gradients are still to come.
+    /// Per stage, the largest number of input gradients (of any chunk) whose weight gradients are
+    /// still to come.
     pub peak_owed: Vec<usize>,
-    /// Per stage, the largest number of receives that are posted and whose message no pass has taken.
+    /// Per stage, the largest number of receives that are posted and whose message no pass has
+    /// taken.
     pub peak_receives: Vec<usize>,
     /// Passes of each stage, in order.
     pub timeline: Vec<Vec<Slot>>,
@@ -39,14 +43,15 @@ pub struct Report {
 
 /// Runs `schedule` with passes of these costs.
 ///
-/// A schedule that passes runs every (microbatch, chunk) forward and backward exactly once on every stage, the latter whole or as input
-/// gradients and later weight gradients, and each chunk's weight gradients in microbatch order; uses only what it has computed or
-/// received, and everything that it has; posts the receives of a lane in the order in which its messages are sent; and ends. Posting a
-/// receive waits for nothing; the pass that takes the message waits for it.
+/// A schedule that passes runs every (microbatch, chunk) forward and backward exactly once on every
+/// stage, the latter whole or as input gradients and later weight gradients, and each chunk's
+/// weight gradients in microbatch order; uses only what it has computed or received, and everything
+/// that it has; posts the receives of a lane in the order in which its messages are sent; and ends.
+/// Posting a receive waits for nothing; the pass that takes the message waits for it.
 ///
 /// # Errors
-/// If it does not; the message names the stage and the action, or for a deadlock every stage and what it waits for. If there are not costs
-/// for every chunk.
+/// If it does not; the message names the stage and the action, or for a deadlock every stage and
+/// what it waits for. If there are not costs for every chunk.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
     let pp = schedule.pp();
     costs.check(pp, schedule.num_chunks)?;
@@ -83,7 +88,8 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
             stuck.join(", ")
         )));
     }
-    // Every pass took its input, each output was sent once, and no receive is left over, so no lane holds a message now.
+    // Every pass took its input, each output was sent once, and no receive is left over, so no lane
+    // holds a message now.
     for (p, stage) in stages.iter().enumerate() {
         stage.check_complete(schedule).map_err(|why| Error::config(format!("stage {p} {why}")))?;
     }
@@ -128,7 +134,8 @@ struct Stage {
     backwards: HashSet<Key>,
     /// Gradients of weights that are there, by whole backwards or apart.
     weights: HashSet<Key>,
-    /// Receives whose message no pass has taken: from which stage, and as the how-manieth of the lane.
+    /// Receives whose message no pass has taken: from which stage, and as the how-manieth of the
+    /// lane.
     posted: HashMap<(Payload, Key), (usize, usize)>,
     /// Receives ever posted, by (from, payload).
     receives: HashMap<(usize, Payload), usize>,
@@ -279,7 +286,8 @@ impl Stage {
         if pass == Pass::WeightGradients && !self.backwards.contains(&key) {
             return Err(String::from("comes before its input gradients"));
         }
-        // Gradients of norms and biases are summed with those of inputs, those of weights in the half that has them.
+        // Gradients of norms and biases are summed with those of inputs, those of weights in the
+        // half that has them.
         let sums: &[&HashSet<Key>] = match pass {
             Pass::Backward => &[&self.backwards, &self.weights],
             Pass::InputGradients => &[&self.backwards],
@@ -331,7 +339,8 @@ mod tests {
     use super::super::{ChunkCosts, forward_only, gpipe, interleaved, one_f_one_b};
     use super::*;
 
-    /// Every schedule up to 6 stages, 4 chunks and 16 microbatches, with receives late and early: (kind, pp, v, m, schedule).
+    /// Every schedule up to 6 stages, 4 chunks and 16 microbatches, with receives late and early:
+    /// (kind, pp, v, m, schedule).
     fn all_small() -> Vec<(&'static str, usize, usize, usize, Schedule)> {
         let mut all = Vec::new();
         for pp in 1..=6 {
@@ -411,7 +420,8 @@ mod tests {
                     late[stage] <= 2 && early[stage] <= 2,
                     "{kind} pp {pp} v {v} m {m} stage {stage}"
                 );
-                // Interleaved receives keep to the order in which another stage sends, which may be one ahead of their use.
+                // Interleaved receives keep to the order in which another stage sends, which may be
+                // one ahead of their use.
                 assert!(
                     kind == "interleaved"
                         || schedule == schedule.receiving_early()
@@ -477,7 +487,8 @@ mod tests {
     #[test]
     fn a_deadlock_names_the_stuck_stages_and_their_actions() {
         let mut schedule = one_f_one_b(2, 1, 0).unwrap();
-        // Stage 0 waits for the gradient before it sends the activation that the gradient depends on.
+        // Stage 0 waits for the gradient before it sends the activation that the gradient depends
+        // on.
         let send = schedule.stages[0].remove(1);
         schedule.stages[0].push(send);
         assert_eq!(

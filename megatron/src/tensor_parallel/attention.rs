@@ -1,7 +1,8 @@
-//! Causal grouped-query self-attention, heads cut over tp, and for attention itself over cp, by key/value group (Shoeybi et al. 2019, Ainslie et al.
-//! 2023).
+//! Causal grouped-query self-attention, heads cut over tp, and for attention itself over cp, by
+//! key/value group (Shoeybi et al. 2019, Ainslie et al. 2023).
 //!
-//! The fused QKV projection's rows are grouped per key/value group, (query heads…, key, value), as Megatron-LM's are.
+//! The fused QKV projection's rows are grouped per key/value group, (query heads…, key, value), as
+//! Megatron-LM's are.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -118,7 +119,8 @@ impl SelfAttention {
         self.spec.tp * ctx.cp.size()
     }
 
-    /// The query heads of the model whose attention is this rank's: of those of its tp rank the part of its cp rank.
+    /// The query heads of the model whose attention is this rank's: of those of its tp rank the
+    /// part of its cp rank.
     fn heads(&self, ctx: &Ctx) -> Range<usize> {
         let count = self.spec.heads / self.ranks(ctx);
         let first = (ctx.tp.rank() * ctx.cp.size() + ctx.cp.rank()) * count;
@@ -170,8 +172,8 @@ impl SelfAttention {
         Ok(Tensor::zeros((positions, batch, width), options.dtype, &options.device)?)
     }
 
-    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the cache before them. Every cp rank has all tokens
-    /// and computes the same.
+    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the
+    /// cache before them. Every cp rank has all tokens and computes the same.
     pub fn decode(
         &self,
         input: &Stream,

@@ -1,4 +1,5 @@
-//! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))) (Radford et al. 2019).
+//! The transformer layer, pre-norm: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x)))
+//! (Radford et al. 2019).
 
 use candle_core::Tensor;
 use kernels::ops::dropout::dropout_backward;
@@ -81,7 +82,8 @@ impl TransformerLayer {
         Ok(Join::new(residual, ctx.stream_dropout(self.hidden_dropout, self.layer, site)?, ctx))
     }
 
-    /// Gradient of what [`join`](Self::join)s (that of the residual is `dy` itself); accumulates the bias's.
+    /// Gradient of what [`join`](Self::join)s (that of the residual is `dy` itself); accumulates
+    /// the bias's.
     fn join_backward(
         &self,
         dy: &Stream,

@@ -39,14 +39,17 @@ pub struct Ctx<'a> {
     pub documents: &'a Documents,
     pub phase: Phase,
     pub seed: u64,
-    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked tokens of the global batch, f32 `[s/cp, b]`
-    /// (f64 for f64). In training, where the head is. On the device, since a graph would repeat a number of the host's.
+    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked
+    /// tokens of the global batch, f32 `[s/cp, b]` (f64 for f64). In training, where the head is.
+    /// On the device, since a graph would repeat a number of the host's.
     pub loss_weights: Option<&'a Tensor>,
-    /// Where products that make gradients of weights wait for their time; `None`: they are computed at once.
+    /// Where products that make gradients of weights wait for their time; `None`: they are computed
+    /// at once.
     pub later: Option<&'a WeightGradients>,
 }
 
-/// Products that make gradients of weights, `dw += dyᵀ·x`, still to be computed, in the order in which layers asked for them.
+/// Products that make gradients of weights, `dw += dyᵀ·x`, still to be computed, in the order in
+/// which layers asked for them.
 #[derive(Default)]
 pub struct WeightGradients(RefCell<Vec<WeightGradient>>);
 
@@ -85,8 +88,8 @@ pub enum DropoutSite {
 }
 
 impl Ctx<'_> {
-    /// The positions, within whole sequences, of the residual stream's rows on this rank: a part of those of its cp rank where sequence
-    /// parallelism cuts them, too.
+    /// The positions, within whole sequences, of the residual stream's rows on this rank: a part of
+    /// those of its cp rank where sequence parallelism cuts them, too.
     ///
     /// # Errors
     /// If sequence parallelism cannot cut them evenly.
@@ -130,8 +133,9 @@ impl Ctx<'_> {
         Ok(Some(Dropout { p, key, tokens }))
     }
 
-    /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later): the one door of weight gradients of layers. Neither
-    /// operand may be written to after this; who reuses their memory calls [`weight_grad_now`](Self::weight_grad_now).
+    /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later): the one door
+    /// of weight gradients of layers. Neither operand may be written to after this; who reuses
+    /// their memory calls [`weight_grad_now`](Self::weight_grad_now).
     pub fn weight_grad(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
         match self.later {
             Some(later) => {

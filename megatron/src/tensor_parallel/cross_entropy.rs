@@ -1,8 +1,9 @@
-//! Cross entropy over a vocabulary cut over tp, without gathering the logits (Shoeybi et al. 2019 §3).
+//! Cross entropy over a vocabulary cut over tp, without gathering the logits (Shoeybi et al. 2019
+//! §3).
 //!
-//! Forward: statistics of each rank's logits from one reading, all-reduce of the row maximum, then of (Σ exp, target logit) moved to
-//! it, in fp32. Backward needs no collective. One rank alone makes both of a row at once.
-//! Padding columns take no part.
+//! Forward: statistics of each rank's logits from one reading, all-reduce of the row maximum, then
+//! of (Σ exp, target logit) moved to it, in fp32. Backward needs no collective. One rank alone
+//! makes both of a row at once. Padding columns take no part.
 
 use candle_core::Tensor;
 use kernels::ops::cross_entropy::{
@@ -59,7 +60,8 @@ impl VocabParallelCrossEntropy {
     ) -> Result<RowStats> {
         let rank = ctx.tp.rank();
         let (first, valid) = (self.spec.first_row(rank), self.spec.valid_rows(rank));
-        let (max, parts) = row_statistics(&logits.0, &targets.labels, first, valid)?; // [rows], [2, rows]
+        // [rows], [2, rows]
+        let (max, parts) = row_statistics(&logits.0, &targets.labels, first, valid)?;
         if ctx.tp.size() > 1 {
             let own = max.copy()?;
             ctx.tp.group().all_reduce(&max, ReduceOp::Max)?.wait()?;
@@ -71,7 +73,8 @@ impl VocabParallelCrossEntropy {
         Ok(RowStats { max, sum_exp })
     }
 
-    /// Gradient of the logits of the targets' weighted loss: in the place of the logits, or rounded into `rounded`, if given.
+    /// Gradient of the logits of the targets' weighted loss: in the place of the logits, or rounded
+    /// into `rounded`, if given.
     ///
     /// # Errors
     /// If the targets have no weights.

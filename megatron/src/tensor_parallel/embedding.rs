@@ -1,5 +1,5 @@
-//! Token embedding cut over tp by vocabulary, plus learned positions, normalized in some models (Shoeybi et al. 2019 §3;
-//! Radford et al. 2019; Le Scao et al. 2022).
+//! Token embedding cut over tp by vocabulary, plus learned positions, normalized in some models
+//! (Shoeybi et al. 2019 §3; Radford et al. 2019; Le Scao et al. 2022).
 
 use candle_core::Tensor;
 use kernels::ops::dropout::{bias_dropout_add, dropout_backward};
@@ -66,7 +66,8 @@ pub struct Embedding {
 pub struct SavedEmbedding(Option<(Stream, NormStats)>);
 
 impl Embedding {
-    /// `positions`: rows of the learned position embedding, if the model has one. `norm`: of the sum, if it is normalized.
+    /// `positions`: rows of the learned position embedding, if the model has one. `norm`: of the
+    /// sum, if it is normalized.
     pub fn declare(
         spec: &VocabSpec,
         positions: Option<usize>,
@@ -108,7 +109,8 @@ impl Embedding {
         self.embed(&self.positions(ctx)?, ctx)
     }
 
-    /// As [`forward`](Self::forward), where sample i's first token has position `starts[i]`. Without sequence parallelism.
+    /// As [`forward`](Self::forward), where sample i's first token has position `starts[i]`.
+    /// Without sequence parallelism.
     pub fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
         let (seq, batch) = ctx.tokens.dims2()?;
         let ids: Vec<u32> =

@@ -1,7 +1,9 @@
-//! The last layer of a model: final normalization, output projection cut over tp by vocabulary, loss.
+//! The last layer of a model: final normalization, output projection cut over tp by vocabulary,
+//! loss.
 //!
-//! Logits are made for some rows at a time, and in training turned at once into their gradient and its two products, so
-//! that the logits of a microbatch are never whole in memory. Training's backward of this layer is therefore part of its forward.
+//! Logits are made for some rows at a time, and in training turned at once into their gradient and
+//! its two products, so that the logits of a microbatch are never whole in memory. Training's
+//! backward of this layer is therefore part of its forward.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::linear::{linear_dgrad_into, linear_into, linear_to_f32};
@@ -16,14 +18,17 @@ use super::norm::{Norm, NormSpec};
 use crate::params::{ParamId, ParamSpec, ParamsBuilder};
 use crate::{Error, Result};
 
-/// Most rows whose logits are there at a time: on a CPU, and on a GPU, which has more to do at once.
+/// Most rows whose logits are there at a time: on a CPU, and on a GPU, which has more to do at
+/// once.
 const ROWS: [usize; 2] = [512, 4096];
-/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`. Every chunk reads the output matrix twice and its gradient once, and
-/// writes the latter: 128 rows of GPT-2's 50304 columns move ten times their own bytes.
+/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`. Every chunk reads the output
+/// matrix twice and its gradient once, and writes the latter: 128 rows of GPT-2's 50304 columns
+/// move ten times their own bytes.
 const BYTES: [usize; 2] = [128 << 20, 1 << 30];
 /// Fewer rows would make the products slow.
 const FEWEST_ROWS: usize = 64;
-/// Columns that are added to rows that would crowd a CPU's caches, and stay 0 in their gradient: a cache line of 16-bit numbers.
+/// Columns that are added to rows that would crowd a CPU's caches, and stay 0 in their gradient: a
+/// cache line of 16-bit numbers.
 const PADDING: usize = 32;
 
 /// Normalization, output matrix and loss.
@@ -75,8 +80,8 @@ impl Head {
         Ok(SavedHead { loss_sum, dx: Some(self.norm.backward(&dnormed, &x, &stats, ctx)?) })
     }
 
-    /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of `input` and accumulates the output
-    /// matrix's.
+    /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of
+    /// `input` and accumulates the output matrix's.
     fn project(&self, input: &Replicated, dinput: Option<&Partial>, ctx: &Ctx) -> Result<Tensor> {
         let (seq, batch, hidden) = input.0.dims3()?;
         let rows = seq * batch;
@@ -86,7 +91,8 @@ impl Head {
         let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
         let (weight, columns, device) =
             (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
-        // The same memory for all chunks: their logits, and the gradient of these where it is rounded.
+        // The same memory for all chunks: their logits, and the gradient of these where it is
+        // rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (step, width) = logits_room(columns, wide, device);
         let step = step.min(rows).max(1);
@@ -128,7 +134,8 @@ impl Head {
         saved.dx.ok_or_else(|| Error::config("internal error: backward of an evaluation"))
     }
 
-    /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on every tp rank, without padding.
+    /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
+    /// every tp rank, without padding.
     pub fn logits_at(&self, x: &Stream, rows: &[usize], ctx: &Ctx) -> Result<Tensor> {
         let (normed, _) = self.norm.forward(x, ctx)?;
         let whole = ctx.tp.enter(&normed)?;
@@ -154,7 +161,8 @@ impl Head {
     }
 }
 
-/// Rows whose logits over `columns` of the vocabulary, of dtype `wide`, are made at a time, and the elements from one of them to the next.
+/// Rows whose logits over `columns` of the vocabulary, of dtype `wide`, are made at a time, and the
+/// elements from one of them to the next.
 pub fn logits_room(columns: usize, wide: DType, device: &Device) -> (usize, usize) {
     let crowded = device.is_cpu() && rows_crowd(columns * wide.size_in_bytes());
     (rows_at_a_time(columns, device.is_cuda()), columns + if crowded { PADDING } else { 0 })

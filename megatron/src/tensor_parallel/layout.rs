@@ -16,7 +16,7 @@ pub struct Partial(pub Tensor);
 #[derive(Clone, Debug)]
 pub struct FeatureSharded(pub Tensor);
 
-/// The residual stream: `[s/tp, b, h]`, this rank's part of the sequence, under sequence parallelism;
-/// `[s, b, h]`, the same on every rank, without.
+/// The residual stream: `[s/tp, b, h]`, this rank's part of the sequence, under sequence
+/// parallelism; `[s, b, h]`, the same on every rank, without.
 #[derive(Clone, Debug)]
 pub struct Stream(pub Tensor);

@@ -1,4 +1,5 @@
-//! Linear layers cut over tp (Shoeybi et al. 2019, §3): column-parallel by output, row-parallel by input features.
+//! Linear layers cut over tp (Shoeybi et al. 2019, §3): column-parallel by output, row-parallel by
+//! input features.
 //!
 //! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
 
@@ -84,10 +85,12 @@ impl ColumnParallelLinear {
         Ok((FeatureSharded(h), FeatureSharded(y)))
     }
 
-    /// Gradients of weight and bias, and that of the residual stream `input` that entered before this layer.
+    /// Gradients of weight and bias, and that of the residual stream `input` that entered before
+    /// this layer.
     ///
-    /// The input is gathered while its gradient is computed, and that gradient is summed over tp while the weight's is computed, as in
-    /// Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022).
+    /// The input is gathered while its gradient is computed, and that gradient is summed over tp
+    /// while the weight's is computed, as in Megatron-LM's
+    /// `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022).
     pub fn backward(&self, dy: &FeatureSharded, input: &Stream, ctx: &Ctx) -> Result<Stream> {
         let x = ctx.tp.begin_enter(input)?;
         let dx = Partial(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
@@ -118,8 +121,9 @@ impl<'a> Join<'a> {
         Self { residual, dropout, by_product, place: OnceCell::new() }
     }
 
-    /// Memory for the result of a product that adds the residual, which is taken with the first call: before memory for what the output is made of and nobody
-    /// keeps, since it would lie behind that.
+    /// Memory for the result of a product that adds the residual, which is taken with the first
+    /// call: before memory for what the output is made of and nobody keeps, since it would lie
+    /// behind that.
     pub fn place(&self) -> Result<Option<&Tensor>> {
         let x = &self.residual.0;
         if self.by_product && self.place.get().is_none() {
@@ -129,15 +133,17 @@ impl<'a> Join<'a> {
     }
 }
 
-/// `y = x·Wᵀ + b` with W cut by columns: every rank multiplies its share of the input features, the sum over tp is owed.
-/// The bias is added once, after the sum (fused with dropout and the residual).
+/// `y = x·Wᵀ + b` with W cut by columns: every rank multiplies its share of the input features, the
+/// sum over tp is owed. The bias is added once, after the sum (fused with dropout and the
+/// residual).
 pub struct RowParallelLinear {
     weight: ParamId,
     bias: Option<ParamId>,
 }
 
 impl RowParallelLinear {
-    /// `sequence_parallel`: the bias acts on one rank's tokens only, so its gradient is partial over tp.
+    /// `sequence_parallel`: the bias acts on one rank's tokens only, so its gradient is partial
+    /// over tp.
     pub fn declare(spec: &LinearSpec, sequence_parallel: bool, params: &mut ParamsBuilder) -> Self {
         let weight = params.declare(spec.weight(Partition::Split { dim: 1, parts: 1 }));
         let bias =

@@ -5,8 +5,9 @@
 //! | [`enter`](TensorParallel::enter) (f) | identity | all-gather over s | [`enter_backward`](TensorParallel::enter_backward): all-reduce / reduce-scatter |
 //! | [`exit`](TensorParallel::exit) (g) | all-reduce | reduce-scatter over s | [`exit_backward`](TensorParallel::exit_backward): identity / all-gather |
 //!
-//! Each may be begun before a computation that does not need its result and finished after it ([`Begun`]), where the group says that this
-//! pays ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); else beginning waits, too.
+//! Each may be begun before a computation that does not need its result and finished after it
+//! ([`Begun`]), where the group says that this pays
+//! ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); else beginning waits, too.
 //!
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
 

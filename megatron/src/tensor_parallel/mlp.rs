@@ -1,4 +1,5 @@
-//! The MLP: column-parallel, activation, row-parallel (Shoeybi et al. 2019 §3; SwiGLU: Shazeer 2020).
+//! The MLP: column-parallel, activation, row-parallel (Shoeybi et al. 2019 §3; SwiGLU: Shazeer
+//! 2020).
 
 use candle_core::Tensor;
 use kernels::tensor::device::computes_ahead;
@@ -95,7 +96,8 @@ impl Mlp {
         Ok(SavedMlp { input, hidden, activated: Some(activated.0) })
     }
 
-    /// Both sides of the activation function, of which the second may not be kept: the place of what is made of it comes first.
+    /// Both sides of the activation function, of which the second may not be kept: the place of
+    /// what is made of it comes first.
     fn hidden(
         &self,
         input: &Stream,
@@ -103,7 +105,8 @@ impl Mlp {
         ctx: &Ctx,
     ) -> Result<(Tensor, FeatureSharded)> {
         let x = ctx.tp.enter(input)?;
-        // What is computed again must be what forward had, and GELU beside the product sees sums that `hidden` has rounded.
+        // What is computed again must be what forward had, and GELU beside the product sees sums
+        // that `hidden` has rounded.
         if self.swiglu || self.recompute_activation {
             let hidden = self.fc1.forward(&x, ctx)?.0;
             join.map(Join::place).transpose()?;
@@ -154,7 +157,8 @@ impl Mlp {
         Ok(FeatureSharded(kernels::ops::activation::swiglu_backward(&dactivated, hidden)?))
     }
 
-    /// As [`backward_activation`](Self::backward_activation), and the activation function's result, made in the same pass.
+    /// As [`backward_activation`](Self::backward_activation), and the activation function's result,
+    /// made in the same pass.
     fn backward_activation_again(
         &self,
         dy: &Replicated,

@@ -1,7 +1,8 @@
-//! Layers cut over tp (Megatron-LM, Shoeybi et al. 2019; sequence parallelism, Korthikanti et al. 2022).
+//! Layers cut over tp (Megatron-LM, Shoeybi et al. 2019; sequence parallelism, Korthikanti et al.
+//! 2022).
 //!
-//! [`layout`] names how an activation lies over tp; [`mappings`] holds the conjugate operators, the only ways from one
-//! layout to another; the other files hold layers made of kernels and mappings.
+//! [`layout`] names how an activation lies over tp; [`mappings`] holds the conjugate operators, the
+//! only ways from one layout to another; the other files hold layers made of kernels and mappings.
 
 mod attention;
 mod block;

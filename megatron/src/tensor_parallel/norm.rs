@@ -1,6 +1,8 @@
-//! Normalization of the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019).
+//! Normalization of the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich
+//! 2019).
 //!
-//! Works on each rank's part of the stream; under sequence parallelism its weight gradients are partial over tp.
+//! Works on each rank's part of the stream; under sequence parallelism its weight gradients are
+//! partial over tp.
 
 use candle_core::Tensor;
 use kernels::ops::norm::NormStats;
@@ -67,7 +69,8 @@ impl Norm {
         self.gradient(dy, x, stats, None, ctx)
     }
 
-    /// As [`Norm::backward`], plus `around`: the gradient that reaches the input by the residual connection around what follows.
+    /// As [`Norm::backward`], plus `around`: the gradient that reaches the input by the residual
+    /// connection around what follows.
     pub fn backward_add(
         &self,
         dy: &Stream,

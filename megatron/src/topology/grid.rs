@@ -1,9 +1,10 @@
 //! Rank arithmetic: the coordinates of a rank on tp × cp × ep × dp × pp, and who shares them.
 //!
-//! The order is Megatron-LM's `tp-cp-ep-dp-pp`, tp fastest: rank = tp + TP·(cp + CP·(dp + DP·pp)) and
-//! world = TP·CP·DP·PP. Expert parallelism adds no ranks: it deals the CP·DP ranks that hold the same dense
-//! layers anew as EP × (CP·DP / EP), ep faster, so ep must divide cp·dp. Ranks that agree on (tp, ep, pp) hold
-//! the same experts and form a group of [`Axis::ExpertDp`]. With cp = 1 an ep group is ep neighbouring replicas.
+//! The order is Megatron-LM's `tp-cp-ep-dp-pp`, tp fastest: rank = tp + TP·(cp + CP·(dp + DP·pp))
+//! and world = TP·CP·DP·PP. Expert parallelism adds no ranks: it deals the CP·DP ranks that hold
+//! the same dense layers anew as EP × (CP·DP / EP), ep faster, so ep must divide cp·dp. Ranks that
+//! agree on (tp, ep, pp) hold the same experts and form a group of [`Axis::ExpertDp`]. With cp = 1
+//! an ep group is ep neighbouring replicas.
 
 use std::fmt;
 
@@ -113,7 +114,8 @@ impl RankGrid {
     /// The grid of a world whose size is given: dp is what the other axes leave of it.
     ///
     /// # Errors
-    /// If world ≠ tp·cp·dp·pp, or no dp makes it so; the message has the equation with every number and its source.
+    /// If world ≠ tp·cp·dp·pp, or no dp makes it so; the message has the equation with every number
+    /// and its source.
     pub fn for_world(world: &Sourced, sizes: &GridSizes) -> Result<Self> {
         let GridSizes { tp, cp, ep, dp, pp } = sizes;
         let unit = Self::checked(tp, cp, &Sourced::from(1), &Sourced::from(1), pp)?.world();
@@ -204,12 +206,14 @@ impl RankGrid {
         rank / stride % size
     }
 
-    /// The ranks that differ from `rank` along `axis` only, in order of their index; `rank` is one of them.
+    /// The ranks that differ from `rank` along `axis` only, in order of their index; `rank` is one
+    /// of them.
     pub fn group(&self, axis: Axis, rank: usize) -> Vec<usize> {
         self.group_over(&[axis], rank)
     }
 
-    /// Every group of an axis, ordered by its lowest rank. Each rank of the world is in exactly one.
+    /// Every group of an axis, ordered by its lowest rank. Each rank of the world is in exactly
+    /// one.
     pub fn groups(&self, axis: Axis) -> Vec<Vec<usize>> {
         (0..self.world())
             .filter(|&rank| self.index(axis, rank) == 0)
@@ -222,7 +226,8 @@ impl RankGrid {
         self.group_over(&[Axis::Tp, Axis::Pp], rank)
     }
 
-    /// cp × dp: the ranks with the same dense parameters, over which their gradients are summed, in order of rank.
+    /// cp × dp: the ranks with the same dense parameters, over which their gradients are summed, in
+    /// order of rank.
     pub fn replica_group(&self, rank: usize) -> Vec<usize> {
         self.group_over(&[Axis::Cp, Axis::Dp], rank)
     }
@@ -237,7 +242,8 @@ impl RankGrid {
         self.cp * self.dp
     }
 
-    /// First and last stage of `rank`'s pipeline, which share a tied embedding; `None` without a pipeline.
+    /// First and last stage of `rank`'s pipeline, which share a tied embedding; `None` without a
+    /// pipeline.
     pub fn embedding_group(&self, rank: usize) -> Option<Vec<usize>> {
         let pipeline = self.group(Axis::Pp, rank);
         (self.pp > 1).then(|| vec![pipeline[0], pipeline[self.pp - 1]])
@@ -276,8 +282,8 @@ impl RankGrid {
         }
     }
 
-    /// Ranks that differ from `rank` along `axes` only. The axes are given fastest first and do not overlap (ep and
-    /// expert dp are made of cp and dp), so the result is in order of rank.
+    /// Ranks that differ from `rank` along `axes` only. The axes are given fastest first and do not
+    /// overlap (ep and expert dp are made of cp and dp), so the result is in order of rank.
     fn group_over(&self, axes: &[Axis], rank: usize) -> Vec<usize> {
         let origin = axes
             .iter()

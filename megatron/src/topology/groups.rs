@@ -15,17 +15,20 @@ pub struct ProcessGroups {
     pub tp: Group,
     /// Ranks that share each sequence.
     pub cp: Group,
-    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO cuts; named dp without context parallelism. Those of dp
-    /// alone, which read different samples, exchange nothing ([`Self::dp_rank`]).
+    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO
+    /// cuts; named dp without context parallelism. Those of dp alone, which read different samples,
+    /// exchange nothing ([`Self::dp_rank`]).
     pub replicas: Group,
     /// Stages of this rank's pipeline.
     pub pp: Group,
-    /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages and without a pipeline.
+    /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages
+    /// and without a pipeline.
     pub embedding: Option<Group>,
 }
 
 impl ProcessGroups {
-    /// Splits `world` along the axes of `grid`. Every rank of the world calls this with the same grid.
+    /// Splits `world` along the axes of `grid`. Every rank of the world calls this with the same
+    /// grid.
     ///
     /// # Errors
     /// If the world has another size than the grid, or splitting fails.
@@ -46,7 +49,8 @@ impl ProcessGroups {
         let axis = |name, axis| split(world.as_ref(), name, Some(grid.group(axis, rank)));
         let tp = required(axis("tp", Axis::Tp)?, "tp")?;
         let cp = required(axis("cp", Axis::Cp)?, "cp")?;
-        // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of attention.
+        // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of
+        // attention.
         let name = if grid.size(Axis::Cp) == 1 { "dp" } else { "dp-cp" };
         let replicas =
             required(split(world.as_ref(), name, Some(grid.replica_group(rank)))?, name)?;
@@ -79,7 +83,8 @@ impl ProcessGroups {
     }
 }
 
-/// Joins the group of `ranks` (ascending, this rank among them), or none. The lowest rank serves as color.
+/// Joins the group of `ranks` (ascending, this rank among them), or none. The lowest rank serves as
+/// color.
 fn split(world: &dyn Communicator, name: &str, ranks: Option<Vec<usize>>) -> Result<Option<Group>> {
     let group = world.split(name, ranks.as_ref().map(|ranks| ranks[0]), world.rank())?;
     let joined = group.as_ref().map(|group| group.ranks().to_vec());

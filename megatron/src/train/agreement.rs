@@ -1,6 +1,7 @@
 //! Whether all ranks were started with the same settings and see the same data.
 //!
-//! Ranks that do not would wait for each other in different operations, or train something that nobody asked for.
+//! Ranks that do not would wait for each other in different operations, or train something that
+//! nobody asked for.
 
 use serde_json::{Map, Value};
 
@@ -9,7 +10,8 @@ use crate::config::RunConfig;
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// Settings that may differ between machines: where things are. What is in the data is compared by fingerprint.
+/// Settings that may differ between machines: where things are. What is in the data is compared by
+/// fingerprint.
 const LOCAL: [&str; 7] = [
     "data.data_path",
     "data.tokenizer",
@@ -20,7 +22,8 @@ const LOCAL: [&str; 7] = [
     "optimizer.offload.nvme",
 ];
 
-/// Returns if every rank of `world` has the same settings, data and program. Collective over `world`.
+/// Returns if every rank of `world` has the same settings, data and program. Collective over
+/// `world`.
 ///
 /// # Errors
 /// The same on every rank: what differs, with the value of each rank and the ranks that have it.

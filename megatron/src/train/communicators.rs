@@ -1,18 +1,21 @@
-//! How many communicators a rank of a layout has: on a GPU each takes streams, for which there must be hardware queues.
+//! How many communicators a rank of a layout has: on a GPU each takes streams, for which there must
+//! be hardware queues.
 
 use crate::Result;
 use crate::config::ParallelConfig;
 use crate::pipeline::generate;
 use crate::topology::{Axis, ProcessGroups, RankGrid};
 
-/// The most that any rank has, where each group with other ranks in it is one, and each kind of messages to or from another stage.
+/// The most that any rank has, where each group with other ranks in it is one, and each kind of
+/// messages to or from another stage.
 ///
 /// # Errors
 /// If the layout contradicts itself.
 pub fn most_communicators(parallel: &ParallelConfig) -> Result<usize> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
     let grid = RankGrid::from_config(parallel)?;
-    // However many microbatches there are, and however far stages run ahead, the kinds of messages are these.
+    // However many microbatches there are, and however far stages run ahead, the kinds of messages
+    // are these.
     let schedule = generate(parallel.schedule, pp, v, pp, 0)?;
     let of_stage = |(stage, &rank): (usize, &usize)| {
         let lanes: usize = schedule.lanes(stage).iter().map(Vec::len).sum();

@@ -80,8 +80,8 @@ impl Trainer {
         )
     }
 
-    /// Whether the last steps were not finite, so that what is saved now would take the place of the
-    /// last good checkpoint as the latest.
+    /// Whether the last steps were not finite, so that what is saved now would take the place of
+    /// the last good checkpoint as the latest.
     pub(super) fn is_amid_nonfinite_steps(&self) -> bool {
         self.progress.nonfinite_in_a_row > 0
     }

@@ -63,7 +63,8 @@ mod tests {
         // 4²/2 pairs less the 2²/2 of queries and keys more than 2 apart, in one layer or two.
         let apart = 12.0 * 3.0 * 8.0 * 2.0;
         assert_eq!([window(2, &[1]), window(2, &[])], [all - apart, all - 2.0 * apart]);
-        // per token: attention 8·(8+8) + 8·8 = 192 a layer, MLP 8·16·3 = 384 a layer, head 8·16 = 128
+        // per token: attention 8·(8+8) + 8·8 = 192 a layer, MLP 8·16·3 = 384 a layer, head 8·16 =
+        // 128
         let linear = 2.0 * (192.0 + 384.0) + 128.0;
         assert_eq!(step_flops(&model, 3, 16), 6.0 * 12.0 * linear + 6.0 * 3.0 * 16.0 * 2.0 * 8.0);
     }

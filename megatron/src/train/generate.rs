@@ -1,4 +1,5 @@
-//! Continues prompts with a model as it lies over its ranks, token by token, with a key/value cache.
+//! Continues prompts with a model as it lies over its ranks, token by token, with a key/value
+//! cache.
 //!
 //! Every rank of the model takes part and gets the same tokens. Top-p: Holtzman et al. 2020.
 
@@ -58,10 +59,12 @@ impl Length {
     }
 }
 
-/// How many of the likeliest tokens are looked at first where probabilities are to sum to a limit: mostly they do.
+/// How many of the likeliest tokens are looked at first where probabilities are to sum to a limit:
+/// mostly they do.
 const LIKELIEST: usize = 256;
 
-/// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample `sample`.
+/// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample
+/// `sample`.
 fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
     let likeliest =
         (0..logits.len()).rev().max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0);
@@ -74,7 +77,8 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
     let key = [sampling.seed as u32, (sampling.seed >> 32) as u32];
     let bits = philox4x32([position as u32, sample as u32, 0, 0x67656e], key)[0];
     let mut left = (f64::from(bits) + 0.5) / 2f64.powi(32) * total;
-    // Where all are kept they come by their numbers, so that two logits that nearly agree need not agree on which is larger on every layout.
+    // Where all are kept they come by their numbers, so that two logits that nearly agree need not
+    // agree on which is larger on every layout.
     for &(i, weight) in &kept {
         left -= weight;
         if left <= 0.0 {
@@ -209,8 +213,8 @@ impl<'a> Session<'a> {
         Ctx { tp: &self.tp, ..self.stage.ctx(batch, Phase::Evaluate, None) }
     }
 
-    /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits at row `rows[i]` of each sample,
-    /// f32 `[b, vocab]` on the CPU, on ranks with the head.
+    /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits
+    /// at row `rows[i]` of each sample, f32 `[b, vocab]` on the CPU, on ranks with the head.
     fn feed(
         &self,
         tokens: &[u32],
@@ -267,7 +271,8 @@ impl Stage {
             return Ok(new);
         }
         let session = Session::new(self, batch, positions)?;
-        // Prompts are fed together, padded behind: what the padding leaves in the cache is overwritten before anyone sees it.
+        // Prompts are fed together, padded behind: what the padding leaves in the cache is
+        // overwritten before anyone sees it.
         let padded: Vec<u32> = (0..longest)
             .flat_map(|i| prompts.iter().map(move |p| p.get(i).copied().unwrap_or(0)))
             .collect();
@@ -314,7 +319,8 @@ impl Stage {
             if !open.contains(&true) {
                 return Ok(new);
             }
-            // Finished samples keep their place; what is fed for them is ignored, but has to be a token.
+            // Finished samples keep their place; what is fed for them is ignored, but has to be a
+            // token.
             let next: Vec<u32> = next
                 .into_iter()
                 .zip(&open)

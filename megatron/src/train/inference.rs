@@ -96,8 +96,9 @@ impl Inference {
         checkpoint::load(path, &shards.collect::<Result<Vec<_>>>()?)
     }
 
-    /// Mean loss per unmasked token over the first `samples` samples of `loader`, and the number of these tokens. `progress` hears how
-    /// many samples are done. Collective over the world; samples are dealt over dp, and of each the loader gives this rank's part under cp.
+    /// Mean loss per unmasked token over the first `samples` samples of `loader`, and the number of
+    /// these tokens. `progress` hears how many samples are done. Collective over the world; samples
+    /// are dealt over dp, and of each the loader gives this rank's part under cp.
     ///
     /// # Errors
     /// If data cannot be read or a peer fails.
@@ -125,7 +126,8 @@ impl Inference {
             }
             progress((first + micro_batch_size * dp).min(samples));
         }
-        // Every stage and tp rank counted the same tokens (cp ranks their own), every tp rank of the last stage the same losses.
+        // Every stage and tp rank counted the same tokens (cp ranks their own), every tp rank of
+        // the last stage the same losses.
         let once = self.groups.tp.rank() == 0;
         let tokens = if once && self.groups.pp.rank() == 0 { tokens } else { 0.0 };
         let sums = Tensor::from_vec(vec![if once { loss } else { 0.0 }, tokens], 2, &Device::Cpu)?;

@@ -10,7 +10,8 @@ use super::model::ModelBuilder;
 use crate::config::{OptimizerOffload, RunConfig};
 use crate::{Error, Result};
 
-/// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 where the system does not tell.
+/// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 where the
+/// system does not tell.
 pub fn peak_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     kib(&status, "VmHWM:").unwrap_or(0)
@@ -33,7 +34,8 @@ pub fn peak_memory_of(device: &Device) -> Peak {
     }
 }
 
-/// One line on the largest memory of every rank, in bytes, `what` it is of; of many ranks only the extremes.
+/// One line on the largest memory of every rank, in bytes, `what` it is of; of many ranks only the
+/// extremes.
 pub fn describe_memory(what: &str, by_rank: &[u64]) -> String {
     const MOST_RANKS: usize = 16;
     let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));

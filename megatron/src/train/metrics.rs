@@ -38,7 +38,8 @@ pub struct StepMetrics {
     pub elapsed_ms: f64,
     /// Tokens of the global batch per second.
     pub tokens_per_second: f64,
-    /// 10¹² floating-point operations per second and rank, by Megatron's count (6·B·S·…, recompute not counted).
+    /// 10¹² floating-point operations per second and rank, by Megatron's count (6·B·S·…, recompute
+    /// not counted).
     pub tflops: f64,
     /// Whether the update was left out because a gradient was not finite.
     pub skipped: bool,
@@ -126,9 +127,10 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a previous run wrote up to that
-    /// step stays; later lines, and a line cut short by a crash, are removed. A fresh run moves another one's file aside, and tells where to.
-    /// As long as the writer lives, the file is its own: the lock is the operating system's.
+    /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a
+    /// previous run wrote up to that step stays; later lines, and a line cut short by a crash, are
+    /// removed. A fresh run moves another one's file aside, and tells where to. As long as the
+    /// writer lives, the file is its own: the lock is the operating system's.
     ///
     /// # Errors
     /// If a run that goes on writes the file, there is one of something else, or it or its folder
@@ -200,7 +202,8 @@ impl MetricsWriter {
         }))
     }
 
-    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest memory of each rank in bytes.
+    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest memory of each
+    /// rank in bytes.
     ///
     /// # Errors
     /// If the line cannot be written, e.g. on a full disk.

@@ -35,8 +35,8 @@ pub trait ModelBuilder {
     fn end_params(&self) -> (u64, u64);
     /// Operations of every layer, and of the head, for partitioning; in any unit.
     fn flops(&self) -> (Vec<u64>, u64);
-    /// What the passes of every layer cost, without full recompute, and those of the head, which has no weight gradients of its own:
-    /// they are made in its forward.
+    /// What the passes of every layer cost, without full recompute, and those of the head, which
+    /// has no weight gradients of its own: they are made in its forward.
     fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts);
     /// What a rank keeps of every token in a layer, at least.
     fn kept(&self) -> LayerKept;
@@ -109,7 +109,8 @@ pub(super) fn costs(
                     // The output of a segment's last layer is not made again.
                     layer.input_gradients +=
                         if i + 1 == end { layer.recompute } else { layer.forward };
-                    // Of a whole segment its input is all that is kept, next to nothing beside what its products need.
+                    // Of a whole segment its input is all that is kept, next to nothing beside what
+                    // its products need.
                     layer.activations = 0;
                 }
                 sum = sum + layer;
@@ -120,7 +121,8 @@ pub(super) fn costs(
     Costs::new(parallel.pipeline_model_parallel_size, virtual_stages.collect())
 }
 
-/// Which rank of a layout writes what of a model's state: the plan of a checkpoint, made without the ranks.
+/// Which rank of a layout writes what of a model's state: the plan of a checkpoint, made without
+/// the ranks.
 pub struct Layout {
     grid: RankGrid,
     /// Where parameters lie on the ranks of each pipeline stage.
@@ -148,7 +150,8 @@ impl Layout {
         self.grid.world()
     }
 
-    /// What a rank writes of each parameter, and of each tensor of its optimizer state, in the order of its file.
+    /// What a rank writes of each parameter, and of each tensor of its optimizer state, in the
+    /// order of its file.
     pub fn written(&self, rank: usize) -> Vec<ParamShare> {
         let at = self.grid.coords(rank);
         let replica = (self.grid.replica(rank), self.grid.num_replicas());
@@ -213,7 +216,8 @@ mod tests {
         parallel.partition = PartitionMethod::Uniform;
         let full = |method, num_layers| Recompute::Full { method, num_layers };
         let [uniform, block] = [RecomputeMethod::Uniform, RecomputeMethod::Block];
-        // Three layers on the first stage, two on the second: time of input gradients and memory of activations.
+        // Three layers on the first stage, two on the second: time of input gradients and memory of
+        // activations.
         for (recompute, first, second) in [
             (Recompute::None, (444, 555), (44_000, 55_000)),
             (Recompute::Selective, (444, 555), (44_000, 55_000)),

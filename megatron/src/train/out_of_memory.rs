@@ -11,8 +11,8 @@ use crate::config::{
 /// What a rank keeps from step to step: what it is, and its bytes.
 pub(super) type Kept = Vec<(&'static str, usize)>;
 
-/// `error`, if it says that a device had too little memory, with what holds the rest and which flags need less; other errors as they are.
-/// `kept` is empty where the rank was still being built.
+/// `error`, if it says that a device had too little memory, with what holds the rest and which
+/// flags need less; other errors as they are. `kept` is empty where the rank was still being built.
 pub(super) fn explain(error: Error, config: &RunConfig, device: &Device, kept: &Kept) -> Error {
     let (known, told) = match &error {
         Error::Kernel(kernels::Error::OutOfMemory { memory, .. }) => (*memory, memory.is_some()),
@@ -50,7 +50,8 @@ fn holders(kept: &Kept, memory: Option<Memory>) -> String {
     format!("Held by: {}", parts.join(", "))
 }
 
-/// Flags that make a rank need less, what costs least first. While it is built (`states`), of activations there are none yet.
+/// Flags that make a rank need less, what costs least first. While it is built (`states`), of
+/// activations there are none yet.
 fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     let (p, t) = (&config.parallel, &config.training);
     let mut flags = Vec::new();

@@ -7,7 +7,8 @@ use super::trainer::Progress;
 use crate::config::RunConfig;
 use crate::{Error, Result};
 
-/// The files of metrics and events that one rank of a run owns, as far as they were asked for. The others' are none.
+/// The files of metrics and events that one rank of a run owns, as far as they were asked for. The
+/// others' are none.
 #[derive(Debug, Default)]
 pub struct Records {
     metrics: Option<MetricsWriter>,

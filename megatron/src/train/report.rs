@@ -4,7 +4,8 @@ use std::path::Path;
 
 use super::{EvalMetrics, Profile, StepMetrics};
 
-/// Receives the progress of a run. One rank of a run has a reporter that shows something; the others' may ignore it all.
+/// Receives the progress of a run. One rank of a run has a reporter that shows something; the
+/// others' may ignore it all.
 pub trait Reporter: Send {
     /// The run has `train_iters` steps, of which `done` were made before it was resumed.
     fn start(&mut self, done: u64, train_iters: u64);

@@ -123,7 +123,8 @@ impl Trainer {
                 steps(replaced.len())
             );
         }
-        // Beside the newest, which this run saves at its end, retention looks at all that are older.
+        // Beside the newest, which this run saves at its end, retention looks at all that are
+        // older.
         let saved_after = |step: u64| match checkpoint.save_interval {
             Some(interval @ 1..) => end.div_ceil(interval) - step / interval,
             _ => 1,

@@ -98,9 +98,10 @@ pub(super) fn is_due(iteration: u64, interval: Option<u64>) -> bool {
 }
 
 impl Trainer {
-    /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop` may be set at any time, on any rank:
-    /// all ranks save and stop after the step, or within the evaluation, in which one of them saw it. Whoever saves holds the folder's [`claim`](checkpoint::claim).
-    /// Collective over the world.
+    /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop`
+    /// may be set at any time, on any rank: all ranks save and stop after the step, or within the
+    /// evaluation, in which one of them saw it. Whoever saves holds the folder's
+    /// [`claim`](checkpoint::claim). Collective over the world.
     ///
     /// # Errors
     /// If data, a checkpoint or a peer fails, or the run diverges.
@@ -181,7 +182,8 @@ impl Trainer {
             // One line for all steps in a row.
             withheld = self.is_amid_nonfinite_steps() && (withheld || withholds);
             if (saves && !withholds) || exit || interrupted {
-                // Behind the last step there is nothing to go on with, so that none is left to be waited for.
+                // Behind the last step there is nothing to go on with, so that none is left to be
+                // waited for.
                 saved_at = self.save_and_report(
                     self.config.checkpoint.async_save && !ends,
                     reporter,
@@ -245,7 +247,8 @@ impl Trainer {
                 .any(due)
     }
 
-    /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was. Collective over the world.
+    /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was.
+    /// Collective over the world.
     ///
     /// # Errors
     /// If the step is one too many that was not finite; a checkpoint that is being written is
@@ -339,8 +342,9 @@ impl Trainer {
         )
     }
 
-    /// The sample of the validation data with which this step's evaluation begins. Megatron's orders go on where the last evaluation ended
-    /// (`consumed_valid_samples`), which the step tells; ours begin anew, so that evaluations of a run compare like with like.
+    /// The sample of the validation data with which this step's evaluation begins. Megatron's
+    /// orders go on where the last evaluation ended (`consumed_valid_samples`), which the step
+    /// tells; ours begin anew, so that evaluations of a run compare like with like.
     fn validated(&self) -> u64 {
         let RunConfig { data, logging, training, .. } = &self.config;
         match (data.dataloader_type, logging.eval_interval) {
@@ -354,7 +358,8 @@ impl Trainer {
         }
     }
 
-    /// Evaluates a split from a sample on; false if `stop`, set on any rank, cut it short, which is then not reported.
+    /// Evaluates a split from a sample on; false if `stop`, set on any rank, cut it short, which is
+    /// then not reported.
     pub(super) fn report_evaluation(
         &self,
         loader: Option<&Loader>,
@@ -377,7 +382,8 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Largest memory of every rank so far, in bytes: of tensors (on the CPU resident), and reserved for them, where they are on GPUs.
+    /// Largest memory of every rank so far, in bytes: of tensors (on the CPU resident), and
+    /// reserved for them, where they are on GPUs.
     fn memory_by_rank(&self) -> Result<(Vec<u64>, Option<Vec<u64>>)> {
         let world = &self.groups.world;
         let mine = peak_memory_of(&self.stage().device);

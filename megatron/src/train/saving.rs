@@ -13,7 +13,8 @@ use crate::params::{ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
 impl Trainer {
-    /// This rank's share of weights and optimizer state; over all ranks every logical element exactly once.
+    /// This rank's share of weights and optimizer state; over all ranks every logical element
+    /// exactly once.
     ///
     /// # Errors
     /// If a view cannot be made.
@@ -33,8 +34,8 @@ impl Trainer {
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
 
-    /// Begins to write a checkpoint of the present state while training goes on; [`Trainer::finish_save`] lets it appear. Collective over
-    /// the world.
+    /// Begins to write a checkpoint of the present state while training goes on;
+    /// [`Trainer::finish_save`] lets it appear. Collective over the world.
     ///
     /// # Errors
     /// As [`Trainer::save`].
@@ -48,12 +49,14 @@ impl Trainer {
         Ok(())
     }
 
-    /// Whether this rank is still writing what [`Trainer::begin_save`] began, so that [`Trainer::finish_save`] would wait.
+    /// Whether this rank is still writing what [`Trainer::begin_save`] began, so that
+    /// [`Trainer::finish_save`] would wait.
     pub fn is_saving(&self) -> bool {
         self.saving.as_ref().is_some_and(|saving| !saving.is_written())
     }
 
-    /// Waits for the checkpoint that is being written, if there is one, and lets it appear: its iteration. Collective over the world.
+    /// Waits for the checkpoint that is being written, if there is one, and lets it appear: its
+    /// iteration. Collective over the world.
     ///
     /// # Errors
     /// If any rank cannot write; earlier checkpoints are as they were then.
@@ -97,10 +100,12 @@ impl Trainer {
         Ok((shards, state))
     }
 
-    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision wrote it, with what the configuration takes of it.
+    /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision
+    /// wrote it, with what the configuration takes of it.
     ///
     /// # Errors
-    /// If the checkpoint is damaged or of another architecture or, if its state is taken, optimizer.
+    /// If the checkpoint is damaged or of another architecture or, if its state is taken,
+    /// optimizer.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
         let theirs = state::from_json(path, &manifest.state, &self.config)?;

@@ -1,4 +1,5 @@
-//! The training schedule of a step, which depends on its number of microbatches: while the batch grows, steps differ in that.
+//! The training schedule of a step, which depends on its number of microbatches: while the batch
+//! grows, steps differ in that.
 
 use super::model::{ModelBuilder, costs};
 use crate::Result;

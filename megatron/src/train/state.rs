@@ -16,7 +16,8 @@ use crate::optim::LossScalerState;
 use crate::params::StateKind;
 use crate::{Error, Result};
 
-/// Whether the checkpoint in `folder` can be read and was not saved amid steps that were not finite.
+/// Whether the checkpoint in `folder` can be read and was not saved amid steps that were not
+/// finite.
 pub fn is_healthy(folder: &Path) -> bool {
     Manifest::read(folder).is_ok_and(|manifest| {
         manifest.state.pointer("/progress/nonfinite_in_a_row").and_then(Value::as_u64).unwrap_or(0)
@@ -173,7 +174,8 @@ const FREE: [&str; 4] =
 /// Reads the progress of the checkpoint at `path` and checks that its model is this run's.
 ///
 /// # Errors
-/// If the state is damaged, or the architecture is another; the message names every setting that differs.
+/// If the state is damaged, or the architecture is another; the message names every setting that
+/// differs.
 pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
     let damaged =
         |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
@@ -206,7 +208,8 @@ pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progr
     Ok(progress)
 }
 
-/// The progress of a state; those that do not count tokens are from before the length of sequences could change.
+/// The progress of a state; those that do not count tokens are from before the length of sequences
+/// could change.
 fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress> {
     let mut progress: Progress = part(path, state, "progress")?;
     if state.pointer("/progress/consumed_tokens").is_none() {

@@ -108,7 +108,8 @@ pub struct Trainer {
     pub(super) lr: LrSchedule,
     pub(super) loss_scaler: LossScaler,
     train: Loader,
-    /// What a GPU's next step reads, and the samples consumed before it: read while the last one was computed.
+    /// What a GPU's next step reads, and the samples consumed before it: read while the last one
+    /// was computed.
     pub(super) ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
     /// The last step, unless its results were read.
     pub(super) in_flight: Option<InFlight>,
@@ -146,10 +147,12 @@ impl GradientListener for NoGradients {
 }
 
 impl Trainer {
-    /// Builds this rank's share of the model with its initial weights, in the precision of the configuration. Collective over `world`.
+    /// Builds this rank's share of the model with its initial weights, in the precision of the
+    /// configuration. Collective over `world`.
     ///
     /// # Errors
-    /// If the configuration contradicts itself, the world, or that of another rank, or memory is used up.
+    /// If the configuration contradicts itself, the world, or that of another rank, or memory is
+    /// used up.
     pub fn new(
         config: &RunConfig,
         model: &dyn ModelBuilder,
@@ -298,7 +301,8 @@ impl Trainer {
             .microbatches_of(&batch, self.progress.data_position(self.config.model.seq_length))
     }
 
-    /// Reads what the next step needs while a GPU computes this one; what keeps it from being read is the next step's error.
+    /// Reads what the next step needs while a GPU computes this one; what keeps it from being read
+    /// is the next step's error.
     fn read_ahead(&mut self) {
         let training = &self.config.training;
         if kernels::tensor::device::computes_ahead(&self.stage.device)
@@ -330,11 +334,13 @@ impl Trainer {
         if self.groups.tp.rank() == 0 { loss_sum } else { 0.0 }
     }
 
-    /// One training step over the next global batch, and its metrics. Collective over the world. The memory in them is this rank's. The metrics
-    /// of a step before that [`Trainer::advance`] left unread are not told any more.
+    /// One training step over the next global batch, and its metrics. Collective over the world.
+    /// The memory in them is this rank's. The metrics of a step before that [`Trainer::advance`]
+    /// left unread are not told any more.
     ///
     /// # Errors
-    /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or memory is used up.
+    /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or
+    /// memory is used up.
     pub fn step(&mut self) -> Result<StepMetrics> {
         let last = self.advance(true)?.pop();
         last.ok_or_else(|| {
@@ -342,10 +348,12 @@ impl Trainer {
         })
     }
 
-    /// Queues the next step, and returns the metrics of those steps whose results were read meanwhile, in order. Collective over the world.
+    /// Queues the next step, and returns the metrics of those steps whose results were read
+    /// meanwhile, in order. Collective over the world.
     ///
-    /// A GPU is kept busy: its step n is read once forward and backward of step n + 1 are queued, in time for what depends on it, the learning
-    /// rate and Adam's count. With `at_once`, on a CPU, and where the loss scale adapts itself and so decides on the next forward, the step
+    /// A GPU is kept busy: its step n is read once forward and backward of step n + 1 are queued,
+    /// in time for what depends on it, the learning rate and Adam's count. With `at_once`, on a
+    /// CPU, and where the loss scale adapts itself and so decides on the next forward, the step
     /// itself is read, too.
     ///
     /// # Errors
@@ -455,7 +463,8 @@ impl Trainer {
         Ok((squares, zeros))
     }
 
-    /// Reads the results of the step in flight, if there is one: the one place where a GPU is waited for. Collective over the world.
+    /// Reads the results of the step in flight, if there is one: the one place where a GPU is
+    /// waited for. Collective over the world.
     ///
     /// # Errors
     /// As [`Trainer::step`].
@@ -521,7 +530,8 @@ impl Trainer {
         }))
     }
 
-    /// Mean loss per token over `iters` global batches of a split, from its sample `first` on. Collective over the world.
+    /// Mean loss per token over `iters` global batches of a split, from its sample `first` on.
+    /// Collective over the world.
     ///
     /// # Errors
     /// If data cannot be read or a peer fails.

@@ -44,7 +44,8 @@ pub fn concatenated(size: usize, count: usize, dtype: DType) -> Vec<u8> {
     (0..size).flat_map(|rank| bytes(&tensor(rank, count, dtype))).collect()
 }
 
-/// Checks that rank r ends with `expected(r, size, count, dtype)` after `f`, for all sizes, counts and dtypes.
+/// Checks that rank r ends with `expected(r, size, count, dtype)` after `f`, for all sizes, counts
+/// and dtypes.
 fn check(
     f: impl Fn(&Group, usize, DType) -> megatron::Result<Tensor> + Sync,
     expected: impl Fn(usize, usize, usize, DType) -> Vec<u8>,
@@ -369,7 +370,8 @@ fn other_views_of_a_tensor_in_flight_stay_usable() {
             if g.rank() == 0 {
                 let work = g.all_reduce(&left, ReduceOp::Sum)?;
                 std::thread::sleep(std::time::Duration::from_millis(50));
-                // The peer has not arrived yet; a lock held while waiting would block this for good.
+                // The peer has not arrived yet; a lock held while waiting would block this for
+                // good.
                 right.slice_set(&tensor(0, 1000, DType::F32), 0, 0)?;
                 g.send(&zeros(1, DType::U8), 1, 0)?.wait()?;
                 return work.wait();

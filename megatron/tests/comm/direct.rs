@@ -1,4 +1,5 @@
-//! Large collectives, whose ranks reach each other's memory: the bits are those of a serial sum and of the windows.
+//! Large collectives, whose ranks reach each other's memory: the bits are those of a serial sum and
+//! of the windows.
 
 use std::time::Duration;
 
@@ -10,7 +11,8 @@ use megatron::comm::{CommOptions, Group, ReduceOp};
 use crate::collectives::{combined, concatenated};
 use crate::support::{bytes, options, ranks, tensor, try_ranks_with, zeros};
 
-/// Elements of tensors around the 64 KiB (of two ranks) and more from which memory is reached, of uneven slices beyond, and of several pieces.
+/// Elements of tensors around the 64 KiB (of two ranks) and more from which memory is reached, of
+/// uneven slices beyond, and of several pieces.
 fn counts(dtype: DType, ranks: usize) -> [usize; 5] {
     let part = (if ranks == 2 { 32 << 10 } else { 64 << 10 }) / dtype.size_in_bytes();
     [
@@ -89,7 +91,8 @@ fn the_memory_of_a_tensor_whose_sum_failed_is_not_used_again() {
     let count = 1 << 20;
     let place = |t: &Tensor| with_bytes(t, "test", |bytes| Ok(bytes.as_ptr_range())).unwrap();
     ranks("local", 2, |g| {
-        // The system's allocator hands memory of this size out again once it has seen larger one freed.
+        // The system's allocator hands memory of this size out again once it has seen larger one
+        // freed.
         drop(zeros(4 * count, DType::F32));
         let t = tensor(g.rank(), count, DType::F32);
         g.all_reduce(&t, ReduceOp::Sum)?.wait()?;

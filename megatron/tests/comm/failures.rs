@@ -85,7 +85,8 @@ fn ranks_that_name_different_roots_are_told_both_at_once() {
                         .wait(),
                     _ => g.broadcast(&t, root)?.wait(),
                 };
-                // Roots of a broadcast by messages only send; they meet the disagreement in their next operation.
+                // Roots of a broadcast by messages only send; they meet the disagreement in their
+                // next operation.
                 result.and_then(|()| g.barrier())
             });
             let told = |result: &Result<(), Error>| match result {

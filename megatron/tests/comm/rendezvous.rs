@@ -201,7 +201,8 @@ fn own_ip() -> Option<IpAddr> {
 #[test]
 fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
     let Some(ip) = own_ip() else { return eprintln!("skipped: no network") };
-    // As Kubeflow's PyTorchJob has it. Ranks 0 and 1 share a machine, which neither can name; rank 2 is on another, where loopback leads nowhere.
+    // As Kubeflow's PyTorchJob has it. Ranks 0 and 1 share a machine, which neither can name; rank
+    // 2 is on another, where loopback leads nowhere.
     let (port, places) =
         (free_port(), [("localhost", "a.invalid"), ("127.0.0.1", "a.invalid"), ("", "b.invalid")]);
     let join = |rank: usize| {

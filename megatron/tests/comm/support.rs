@@ -28,7 +28,8 @@ pub fn info(rank: usize, size: usize) -> RankInfo {
     }
 }
 
-/// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder, `tcp` ones at a server.
+/// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder,
+/// `tcp` ones at a server.
 pub fn try_ranks<R: Send>(
     backend: &str,
     size: usize,
@@ -88,7 +89,8 @@ pub fn ranks<R: Send>(backend: &str, size: usize, f: impl Fn(Group) -> Result<R>
 pub const DTYPES: [DType; 7] =
     [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
-/// Rank `rank`'s tensor of `count` elements: small numbers of varying size and, where the dtype allows, sign.
+/// Rank `rank`'s tensor of `count` elements: small numbers of varying size and, where the dtype
+/// allows, sign.
 pub fn tensor(rank: usize, count: usize, dtype: DType) -> Tensor {
     let integer = matches!(dtype, DType::U8 | DType::U32 | DType::I64);
     let value = |i: usize| {

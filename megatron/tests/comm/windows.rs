@@ -1,4 +1,5 @@
-//! Collectives and messages over shared memory: the borders of its blocks, many groups, and groups without a window.
+//! Collectives and messages over shared memory: the borders of its blocks, many groups, and groups
+//! without a window.
 
 use std::time::Duration;
 

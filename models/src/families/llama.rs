@@ -1,6 +1,8 @@
-//! Llama, and Mistral and Qwen2, which name their tensors as Llama does; which biases there are follows from the model.
+//! Llama, and Mistral and Qwen2, which name their tensors as Llama does; which biases there are
+//! follows from the model.
 //!
-//! `transformers` `modeling_{llama,mistral,qwen2}.py`. Rotation of halves is the files' own layout; nothing is permuted.
+//! `transformers` `modeling_{llama,mistral,qwen2}.py`. Rotation of halves is the files' own layout;
+//! nothing is permuted.
 
 use super::{Transform::*, WeightMap, rule};
 

@@ -1,4 +1,5 @@
-//! Families of Hugging Face models: for each, one table of which tensors make up each parameter, used in both directions.
+//! Families of Hugging Face models: for each, one table of which tensors make up each parameter,
+//! used in both directions.
 //!
 //! Sources: `transformers` `modeling_{gpt2,llama,mistral,qwen2,bloom}.py`.
 
@@ -39,7 +40,8 @@ impl Family {
         }
     }
 
-    /// The class that `config.json` names under `architectures`: the one with a language-model head.
+    /// The class that `config.json` names under `architectures`: the one with a language-model
+    /// head.
     pub fn architecture(self) -> &'static str {
         match self {
             Self::Gpt2 => "GPT2LMHeadModel",
@@ -146,7 +148,8 @@ impl Family {
         Ok(Planned { spec: spec.clone(), theirs, transform: rule.transform })
     }
 
-    /// The same for the tensors of a file, after checking that it holds all of them in the right shape and nothing else.
+    /// The same for the tensors of a file, after checking that it holds all of them in the right
+    /// shape and nothing else.
     ///
     /// # Errors
     /// A sentence naming what is missing, left over, or of another shape.

@@ -1,4 +1,5 @@
-//! The ways from a file's tensors to a parameter and back. They only move elements, so no value and no dtype changes.
+//! The ways from a file's tensors to a parameter and back. They only move elements, so no value and
+//! no dtype changes.
 //!
 //! Fused QKV rows are grouped per key/value group, (query heads…, key, value), as in Megatron-LM.
 
@@ -62,8 +63,8 @@ impl Transform {
         }
     }
 
-    /// The bytes of a parameter of shape `ours` and elements of `size` bytes, from those of its tensors, whose shapes are
-    /// [`their_shapes`](Self::their_shapes).
+    /// The bytes of a parameter of shape `ours` and elements of `size` bytes, from those of its
+    /// tensors, whose shapes are [`their_shapes`](Self::their_shapes).
     pub fn to_ours(
         self,
         mut theirs: Vec<Vec<u8>>,

@@ -1,4 +1,5 @@
-//! Files that go along with weights, beside checkpoints: from a Hugging Face folder, and from there when a run saves elsewhere.
+//! Files that go along with weights, beside checkpoints: from a Hugging Face folder, and from there
+//! when a run saves elsewhere.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +9,9 @@ use megatron::checkpoint::{self, Companions};
 use super::config::CONFIG;
 use super::{COMPANIONS, GENERATION_CONFIG, ORIGIN_CONFIG};
 
-/// Where what goes along comes from and goes to: settings of generation, the model's configuration, which is called `config` there, and, if they
-/// are of the run's tokenizer (`with_tokenizer`), the files about tokens.
+/// Where what goes along comes from and goes to: settings of generation, the model's configuration,
+/// which is called `config` there, and, if they are of the run's tokenizer (`with_tokenizer`), the
+/// files about tokens.
 pub(super) fn companions(
     (from, config): (&Path, &'static str),
     to: &Path,
@@ -37,11 +39,13 @@ pub fn copy_tokenizer(folder: &Path, checkpoints: &Path, alone: bool) -> Result<
     place(names.map(|name| (folder.join(name), checkpoints.join(name))), checkpoints)
 }
 
-/// Copies what goes along with the Hugging Face model in `folder` beside the checkpoints in `checkpoints`, the files about tokens if they are
-/// of the run's tokenizer (`with_tokenizer`). Beside checkpoints that are there already, so of a run that goes on, files that are there stay.
+/// Copies what goes along with the Hugging Face model in `folder` beside the checkpoints in
+/// `checkpoints`, the files about tokens if they are of the run's tokenizer (`with_tokenizer`).
+/// Beside checkpoints that are there already, so of a run that goes on, files that are there stay.
 ///
 /// # Errors
-/// If there is no checkpoint yet and another file is where one goes, or the system refuses. Nothing is replaced.
+/// If there is no checkpoint yet and another file is where one goes, or the system refuses. Nothing
+/// is replaced.
 pub fn copy_companions(folder: &Path, checkpoints: &Path, with_tokenizer: bool) -> Result<()> {
     place(companions((folder, CONFIG), checkpoints, with_tokenizer), checkpoints)
 }
@@ -55,8 +59,8 @@ fn place(pairs: impl Iterator<Item = (PathBuf, PathBuf)>, checkpoints: &Path) ->
     companions.place()
 }
 
-/// Copies what lies beside the checkpoints in `from` and is not there yet beside those in `to`, the files about tokens if they are of the run's
-/// tokenizer (`with_tokenizer`).
+/// Copies what lies beside the checkpoints in `from` and is not there yet beside those in `to`, the
+/// files about tokens if they are of the run's tokenizer (`with_tokenizer`).
 ///
 /// # Errors
 /// If the system refuses. Each file appears whole or not at all.

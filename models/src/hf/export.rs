@@ -1,5 +1,5 @@
-//! A checkpoint becomes a folder that `transformers` loads as it is: config, weights (in shards, with an index), tokenizer
-//! files, generation settings. One parameter is in memory at a time.
+//! A checkpoint becomes a folder that `transformers` loads as it is: config, weights (in shards,
+//! with an index), tokenizer files, generation settings. One parameter is in memory at a time.
 //!
 //! Names and shard rules: `huggingface_hub` `serialization`.
 
@@ -54,11 +54,12 @@ struct Leaving<'a> {
     bytes: u64,
 }
 
-/// Writes the checkpoint in `path` (a folder of checkpoints, whose latest is meant, or one `iter_…`) as the new folder `out`.
+/// Writes the checkpoint in `path` (a folder of checkpoints, whose latest is meant, or one
+/// `iter_…`) as the new folder `out`.
 ///
 /// # Errors
-/// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint is damaged, or the system
-/// refuses. `out` appears whole or not at all.
+/// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint
+/// is damaged, or the system refuses. `out` appears whole or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     // A link to an empty folder stays one, to the model.
     let link = out
@@ -112,14 +113,16 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     Ok(Exported { family, files: shards.len(), bytes, note: result? })
 }
 
-/// The configuration of the folder that the weights were once imported from, if it still is that of the model.
+/// The configuration of the folder that the weights were once imported from, if it still is that of
+/// the model.
 fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     let path = beside.join(ORIGIN_CONFIG);
     if !path.exists() {
         return Ok(None);
     }
     let origin = HfConfig::read_file(&path)?;
-    // Settings of training, and the context of relative positions, do not say what the weights mean.
+    // Settings of training, and the context of relative positions, do not say what the weights
+    // mean.
     let learned = model.position_embedding == PositionEmbedding::LearnedAbsolute;
     let meaning = |m: &ModelConfig| ModelConfig {
         seq_length: 0,
@@ -136,7 +139,8 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     Ok((meaning(&origin.model) == meaning(model)).then_some(origin))
 }
 
-/// A new hidden folder beside `out`, which must not hold anything yet, with a lock that tells others that somebody writes there.
+/// A new hidden folder beside `out`, which must not hold anything yet, with a lock that tells
+/// others that somebody writes there.
 fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(Error::checkpoint(
@@ -171,7 +175,8 @@ fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     Err(Error::checkpoint(out, "no free name for a folder beside it"))
 }
 
-/// Removes the folders that exports to `name` have left in `parent` when they were killed: those of [`temporary`] that nobody holds.
+/// Removes the folders that exports to `name` have left in `parent` when they were killed: those of
+/// [`temporary`] that nobody holds.
 fn remove_leftovers(parent: &Path, name: &str) {
     let is_leftover = |entry: &str| entry.strip_prefix('.').and_then(unfinished) == Some(name);
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -309,7 +314,8 @@ fn write_descriptions(
         }
         None => {
             let mut config = to_json(model, family);
-            // Null rather than absent: absent ones have a family's own defaults, tokens of another vocabulary.
+            // Null rather than absent: absent ones have a family's own defaults, tokens of another
+            // vocabulary.
             for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 config.insert(token.into(), Value::Null);
             }

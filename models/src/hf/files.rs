@@ -1,7 +1,8 @@
-//! The safetensors files of a folder: one, or several with an index. Only headers are kept; tensors are read when asked for.
+//! The safetensors files of a folder: one, or several with an index. Only headers are kept; tensors
+//! are read when asked for.
 //!
-//! `transformers` `modeling_utils.py`: `model.safetensors`, or, where there is none, `model.safetensors.index.json` with a
-//! `weight_map`.
+//! `transformers` `modeling_utils.py`: `model.safetensors`, or, where there is none,
+//! `model.safetensors.index.json` with a `weight_map`.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};

@@ -1,4 +1,5 @@
-//! A Hugging Face folder becomes a checkpoint: weights only, in the dtypes of the files, one parameter in memory at a time.
+//! A Hugging Face folder becomes a checkpoint: weights only, in the dtypes of the files, one
+//! parameter in memory at a time.
 
 use std::path::{Path, PathBuf};
 
@@ -24,12 +25,13 @@ pub struct Imported {
     pub elements: u64,
 }
 
-/// Writes the model in `folder` as a checkpoint of iteration 0 into `checkpoints`, with the files about tokens beside it.
-/// `progress` hears of the elements done and in all.
+/// Writes the model in `folder` as a checkpoint of iteration 0 into `checkpoints`, with the files
+/// about tokens beside it. `progress` hears of the elements done and in all.
 ///
 /// # Errors
-/// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, another file is where one about tokens goes,
-/// [`HfModel::open`] refuses the folder, or a file cannot be read or written. `checkpoints` is as it was then.
+/// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, another file is
+/// where one about tokens goes, [`HfModel::open`] refuses the folder, or a file cannot be read or
+/// written. `checkpoints` is as it was then.
 pub fn import(
     folder: &Path,
     checkpoints: &Path,
@@ -56,7 +58,8 @@ pub fn import(
     Ok(Imported { path, family: model.config.family, note: model.config.note(), elements: total })
 }
 
-/// Asserts that `checkpoints` is not the folder of a Hugging Face model, with whose files checkpoints and theirs would mix.
+/// Asserts that `checkpoints` is not the folder of a Hugging Face model, with whose files
+/// checkpoints and theirs would mix.
 ///
 /// # Errors
 /// If it is.

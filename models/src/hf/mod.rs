@@ -1,5 +1,5 @@
-//! Hugging Face folders: what they describe ([`HfConfig`]), their weights ([`HfModel`]), and the ways in and out ([`import`],
-//! [`export`]).
+//! Hugging Face folders: what they describe ([`HfConfig`]), their weights ([`HfModel`]), and the
+//! ways in and out ([`import`], [`export`]).
 
 mod carry;
 mod config;

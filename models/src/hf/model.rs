@@ -27,7 +27,8 @@ pub struct Raw {
     pub bytes: Vec<u8>,
 }
 
-/// The model in a folder: every tensor of its files is accounted for, and every parameter has its tensors.
+/// The model in a folder: every tensor of its files is accounted for, and every parameter has its
+/// tensors.
 pub struct HfModel {
     pub config: HfConfig,
     files: HfFiles,
@@ -39,7 +40,8 @@ impl HfModel {
     /// Opens a folder with `config.json` and safetensors files. Weights are not read yet.
     ///
     /// # Errors
-    /// If the architecture is not known, or the files do not hold exactly its tensors; messages name what is wrong.
+    /// If the architecture is not known, or the files do not hold exactly its tensors; messages
+    /// name what is wrong.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::with(HfConfig::read(folder)?, HfFiles::open(folder)?)
     }

@@ -1,4 +1,5 @@
-//! What `torch.save` writes: a zip whose `data.pkl` is a pickle, beside the bytes of each storage, as they are in memory.
+//! What `torch.save` writes: a zip whose `data.pkl` is a pickle, beside the bytes of each storage,
+//! as they are in memory.
 //!
 //! `torch/serialization.py`. An archive may be a part of a file, as in a distributed checkpoint.
 
@@ -103,7 +104,8 @@ impl Archive {
         Ok(bytes)
     }
 
-    /// The tensor that the archive holds, which must be of `dtype` and `shape`, in which leading dimensions of 1 may be left out there.
+    /// The tensor that the archive holds, which must be of `dtype` and `shape`, in which leading
+    /// dimensions of 1 may be left out there.
     ///
     /// # Errors
     /// If it holds another, or something else, or is damaged.
@@ -138,7 +140,8 @@ impl Archive {
     }
 }
 
-/// A tensor's bytes, whose elements lie `strides` apart from element `offset` on; all of them are there.
+/// A tensor's bytes, whose elements lie `strides` apart from element `offset` on; all of them are
+/// there.
 pub struct Strided {
     pub bytes: Vec<u8>,
     pub offset: usize,
@@ -211,7 +214,8 @@ mod tests {
 
     use super::*;
 
-    /// What asking for an f32 of `shape` says, of an archive with a 2 × 3 tensor of `class` with `strides`, in 6 elements.
+    /// What asking for an f32 of `shape` says, of an archive with a 2 × 3 tensor of `class` with
+    /// `strides`, in 6 elements.
     fn ask(class: &str, strides: [u8; 2], bytes: usize, shape: &[usize]) -> Found<Strided> {
         let [rows, columns] = strides;
         let storage = [

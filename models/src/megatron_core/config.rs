@@ -1,7 +1,8 @@
-//! Megatron-LM's arguments, as its checkpoints record them, → [`ModelConfig`]. What would change the result and is not built is refused by
-//! name.
+//! Megatron-LM's arguments, as its checkpoints record them, → [`ModelConfig`]. What would change
+//! the result and is not built is refused by name.
 //!
-//! `megatron/training/arguments.py` (`core_transformer_config_from_args`, `validate_args`), `megatron/core/transformer/mlp.py`.
+//! `megatron/training/arguments.py` (`core_transformer_config_from_args`, `validate_args`),
+//! `megatron/core/transformer/mlp.py`.
 
 use megatron::config::{
     ModelConfig, Normalization, ParallelConfig, PositionEmbedding, RopeScaling, Sources,
@@ -170,15 +171,18 @@ impl<'p> Args<'p> {
             .unwrap_or(128)
             .saturating_mul(tp)
             .max(1);
-        // The tokenizer has the last word in Megatron-LM, too: a size that is padded to another one is not the model's.
+        // The tokenizer has the last word in Megatron-LM, too: a size that is padded to another one
+        // is not the model's.
         let same = size > 0 && size.checked_next_multiple_of(multiple) == Some(padded);
         Ok(if same { Vocabulary::Recorded(size) } else { Vocabulary::Padded(padded) })
     }
 
-    /// The architecture of a model whose word embeddings have `padded` rows; `given`: the tokens among them.
+    /// The architecture of a model whose word embeddings have `padded` rows; `given`: the tokens
+    /// among them.
     ///
     /// # Errors
-    /// If it has what this program has not, or settings are missing or contradict each other; the message names the argument.
+    /// If it has what this program has not, or settings are missing or contradict each other; the
+    /// message names the argument.
     pub fn model(self, padded: usize, given: Option<usize>) -> Read<(ModelConfig, Vocabulary)> {
         self.refuse_unavailable()?;
         if let Some(recorded) = self.optional_int("padded_vocab_size")?
@@ -299,8 +303,8 @@ impl<'p> Args<'p> {
         ))
     }
 
-    /// Whether the MLP is SwiGLU's. Megatron's GELU is exact (by erf), but for its kernel that adds biases, too, which has the approximation
-    /// by tanh, as the MLP here.
+    /// Whether the MLP is SwiGLU's. Megatron's GELU is exact (by erf), but for its kernel that adds
+    /// biases, too, which has the approximation by tanh, as the MLP here.
     fn swiglu(self, bias_linear: bool) -> Read<bool> {
         if self.bool("swiglu", false)? {
             return Ok(true);

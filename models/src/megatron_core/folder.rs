@@ -1,4 +1,5 @@
-//! Folders of Megatron-LM's checkpoints: which checkpoint is meant, and whether its format is known.
+//! Folders of Megatron-LM's checkpoints: which checkpoint is meant, and whether its format is
+//! known.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,8 @@ const MANIFEST: &str = "manifest.json";
 const MAX_SMALL_BYTES: u64 = 1 << 16;
 const CONVERT: &str = "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
 
-/// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever format.
+/// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever
+/// format.
 pub fn is_megatron(folder: &Path) -> bool {
     [METADATA, FORMAT, POINTER].iter().any(|name| folder.join(name).exists()) || has_legacy(folder)
 }

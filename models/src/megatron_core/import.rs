@@ -1,4 +1,5 @@
-//! A checkpoint of Megatron-LM becomes one of this program: weights only, in the dtypes of the files, one parameter in memory at a time.
+//! A checkpoint of Megatron-LM becomes one of this program: weights only, in the dtypes of the
+//! files, one parameter in memory at a time.
 
 use std::path::{Path, PathBuf};
 
@@ -26,12 +27,14 @@ pub struct Imported {
     pub had_optimizer: bool,
 }
 
-/// Writes the model in `folder`, which is a checkpoint or holds some ([`MegatronModel::open`]), as a checkpoint of iteration 0 into
-/// `checkpoints`. `progress` hears of the elements done and in all.
+/// Writes the model in `folder`, which is a checkpoint or holds some ([`MegatronModel::open`]), as
+/// a checkpoint of iteration 0 into `checkpoints`. `progress` hears of the elements done and in
+/// all.
 ///
 /// # Errors
-/// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, [`MegatronModel::open`] refuses the folder, or a file cannot
-/// be read or written. `checkpoints` is as it was then.
+/// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there,
+/// [`MegatronModel::open`] refuses the folder, or a file cannot be read or written. `checkpoints`
+/// is as it was then.
 pub fn import(
     folder: &Path,
     checkpoints: &Path,

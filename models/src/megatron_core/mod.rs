@@ -1,5 +1,6 @@
-//! Checkpoints of Megatron-LM and Megatron-Core in the format `torch_dist` (PyTorch's distributed checkpoint), written under any layout: what
-//! they describe, their weights ([`MegatronModel`]), and the way in ([`import`]).
+//! Checkpoints of Megatron-LM and Megatron-Core in the format `torch_dist` (PyTorch's distributed
+//! checkpoint), written under any layout: what they describe, their weights ([`MegatronModel`]),
+//! and the way in ([`import`]).
 //!
 //! Files are not trusted: no pickle is executed, and memory has the order of what the files hold.
 

@@ -48,11 +48,13 @@ struct Planned {
 }
 
 impl MegatronModel {
-    /// Opens the checkpoint in `folder` (`…/iter_0000100`), or the latest of those in it. `vocab_size`: the tokenizer's tokens, which the
-    /// checkpoint may not know. Weights are not read yet.
+    /// Opens the checkpoint in `folder` (`…/iter_0000100`), or the latest of those in it.
+    /// `vocab_size`: the tokenizer's tokens, which the checkpoint may not know. Weights are not
+    /// read yet.
     ///
     /// # Errors
-    /// If its format is another, it is damaged, or its model has what this program has not; messages name what is wrong.
+    /// If its format is another, it is damaged, or its model has what this program has not;
+    /// messages name what is wrong.
     pub fn open(folder: &Path, vocab_size: Option<usize>) -> Result<Self> {
         let folder = checkpoint_folder(folder)?;
         let path = folder.join(COMMON);
@@ -82,7 +84,8 @@ impl MegatronModel {
             .map(|Planned { spec, dtype, .. }| (spec.name.as_str(), spec.shape.as_slice(), *dtype))
     }
 
-    /// Reads the parameter at `index` of [`MegatronModel::parameters`]: global, unpadded, row-major, little-endian.
+    /// Reads the parameter at `index` of [`MegatronModel::parameters`]: global, unpadded,
+    /// row-major, little-endian.
     ///
     /// # Errors
     /// If a file is damaged or cannot be read, or a tensor holds NaN or infinity.
@@ -181,7 +184,8 @@ fn plan(
     ))
 }
 
-/// A parameter's layer, and what its tensor is called if it holds all layers, and if it is of this one alone.
+/// A parameter's layer, and what its tensor is called if it holds all layers, and if it is of this
+/// one alone.
 fn keys(ours: &str) -> (Option<usize>, String, String) {
     let split = ours.strip_prefix(LAYERS).and_then(|rest| rest.split_once('.'));
     let Some((layer, part)) = split.and_then(|(layer, part)| Some((layer.parse().ok()?, part)))

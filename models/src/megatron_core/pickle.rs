@@ -1,7 +1,8 @@
-//! Python's pickles as trees of values. Nothing is called or built: classes are names, and their objects what was to make them.
+//! Python's pickles as trees of values. Nothing is called or built: classes are names, and their
+//! objects what was to make them.
 //!
-//! Opcodes of protocols 2 to 5: CPython `Lib/pickletools.py`. Values are indices into a list and no function recurses, so nesting has no depth
-//! to limit, and cycles do no harm.
+//! Opcodes of protocols 2 to 5: CPython `Lib/pickletools.py`. Values are indices into a list and no
+//! function recurses, so nesting has no depth to limit, and cycles do no harm.
 
 use std::collections::HashMap;
 
@@ -262,7 +263,8 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(&line[..length]).map_err(|e| e.to_string())
     }
 
-    /// Lets a new value appear. Python writes none in fewer than two bytes, so that what memory they take has the order of the file.
+    /// Lets a new value appear. Python writes none in fewer than two bytes, so that what memory
+    /// they take has the order of the file.
     fn push(&mut self, node: Node<'a>) -> Read<()> {
         if self.nodes.len() > self.bytes.len() / 2 + 8 {
             return Err("it has more values than its size allows".into());

@@ -1,6 +1,8 @@
-//! A distributed checkpoint's tensors: where their pieces lie by `.metadata`, and any box of a tensor out of them.
+//! A distributed checkpoint's tensors: where their pieces lie by `.metadata`, and any box of a
+//! tensor out of them.
 //!
-//! `torch/distributed/checkpoint/{metadata,filesystem}.py`; `megatron/core/dist_checkpointing/strategies/torch.py`.
+//! `torch/distributed/checkpoint/{metadata,filesystem}.py`;
+//! `megatron/core/dist_checkpointing/strategies/torch.py`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Component, Path, PathBuf};
@@ -54,10 +56,12 @@ struct Item {
 }
 
 impl Storage {
-    /// Reads `.metadata` of `folder`, and checks it against the sizes of the files it names. No tensor is read.
+    /// Reads `.metadata` of `folder`, and checks it against the sizes of the files it names. No
+    /// tensor is read.
     ///
     /// # Errors
-    /// If it is missing or damaged, a file is missing or too short, or pieces do not cover their tensor exactly.
+    /// If it is missing or damaged, a file is missing or too short, or pieces do not cover their
+    /// tensor exactly.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join(METADATA);
         let bytes =
@@ -200,7 +204,8 @@ impl Storage {
         Ok(())
     }
 
-    /// The elements of tensor `name` from `start` on in a box of `shape`, row-major and little-endian, of `dtype`.
+    /// The elements of tensor `name` from `start` on in a box of `shape`, row-major and
+    /// little-endian, of `dtype`.
     ///
     /// # Errors
     /// If there is no such box, or a file is damaged.
@@ -373,7 +378,8 @@ impl Common {
         Some(common)
     }
 
-    /// Copies elements of `size` bytes from a piece, laid out by `offset` and `strides`, into a row-major box.
+    /// Copies elements of `size` bytes from a piece, laid out by `offset` and `strides`, into a
+    /// row-major box.
     fn copy(
         &self,
         piece: &[u8],

@@ -1,4 +1,5 @@
-//! Which edges of the program ran: counters that instrumented code increments (clang's SanitizerCoverage, inline 8-bit counters).
+//! Which edges of the program ran: counters that instrumented code increments (clang's
+//! SanitizerCoverage, inline 8-bit counters).
 //!
 //! Without instrumentation there are none, and fuzzing is blind.
 #![allow(unsafe_code)]
@@ -81,8 +82,8 @@ fn magnitude(count: u8) -> u8 {
 fn for_each(mut f: impl FnMut(&mut [u8])) {
     let Ok(sections) = SECTIONS.lock() else { return };
     for &(start, len) in sections.iter() {
-        // SAFETY: the section is static memory of bytes that only instrumented code writes, each as a byte. Other threads may
-        // count at the same time; a count that is lost does no harm.
+        // SAFETY: the section is static memory of bytes that only instrumented code writes, each as
+        // a byte. Other threads may count at the same time; a count that is lost does no harm.
         f(unsafe { std::slice::from_raw_parts_mut(start as *mut u8, len) });
     }
 }

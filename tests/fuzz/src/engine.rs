@@ -21,8 +21,8 @@ pub struct Report {
     pub edges: usize,
 }
 
-/// Runs the target on its seeds and on changes of them for `time`. `current` is where the present input lies, for when the
-/// process dies of it.
+/// Runs the target on its seeds and on changes of them for `time`. `current` is where the present
+/// input lies, for when the process dies of it.
 ///
 /// # Errors
 /// The input that broke the rule, and how.

@@ -4,7 +4,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Requests above this fail, which ends the process: no machine need have what a lie in a file asks for.
+/// Requests above this fail, which ends the process: no machine need have what a lie in a file asks
+/// for.
 const LARGEST: usize = 4 << 30;
 
 struct Counted;

@@ -66,7 +66,8 @@ const TEXTS: [&str; 16] = [
     "4294967295",
 ];
 
-/// Changes `bytes` in one to a few places; `other` is an input to take parts from, `words` have meaning to the target.
+/// Changes `bytes` in one to a few places; `other` is an input to take parts from, `words` have
+/// meaning to the target.
 pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8], words: &[&str]) {
     for _ in 0..1 + random.small(4) {
         let at = random.below(bytes.len());

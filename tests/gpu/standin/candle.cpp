@@ -9,7 +9,8 @@ emulator::Kernel *candle_kernels = nullptr;
 
 namespace {
 
-/// Position in memory of element `i` of a tensor with `dims`, then `strides`; null means contiguous.
+/// Position in memory of element `i` of a tensor with `dims`, then `strides`; null means
+/// contiguous.
 size_t place(size_t i, size_t num_dims, const size_t *dims_and_strides) {
     if (!dims_and_strides) return i;
     size_t at = 0;

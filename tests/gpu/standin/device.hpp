@@ -1,4 +1,5 @@
-// What the stand-ins for CUDA's libraries share: streams that run behind the program's back, and memory that remembers when it was freed.
+// What the stand-ins for CUDA's libraries share: streams that run behind the program's back, and
+// memory that remembers when it was freed.
 #pragma once
 
 #include <cuda.h>
@@ -15,12 +16,14 @@
 
 namespace standin {
 
-/// A queue of operations, run one after the other by a thread of its own, so that whoever does not wait for a result gets to see it missing.
+/// A queue of operations, run one after the other by a thread of its own, so that whoever does not
+/// wait for a result gets to see it missing.
 class Stream {
   public:
     Stream();
     ~Stream();
-    /// Adds an operation; returns at once, unless so many wait that the queue is full (STANDIN_QUEUE).
+    /// Adds an operation; returns at once, unless so many wait that the queue is full
+    /// (STANDIN_QUEUE).
     void queue(std::function<void()> operation);
     /// As above; a stream that is recorded adds it to its graph instead (graph.cpp).
     void queue(CUgraphNodeType type, std::function<void()> operation);

@@ -1,4 +1,5 @@
-// Devices, modules and launches: kernels of this project run on the emulator of kernels/cuda, those of candle that it needs are in candle.cpp.
+// Devices, modules and launches: kernels of this project run on the emulator of kernels/cuda, those
+// of candle that it needs are in candle.cpp.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +26,8 @@ extern emulator::Kernel *candle_kernels;
 
 namespace {
 
-/// Where a module's kernels are looked for: candle's are loaded as text, the project's as machine code.
+/// Where a module's kernels are looked for: candle's are loaded as text, the project's as machine
+/// code.
 enum class From { Project, Candle };
 
 const emulator::Kernel *find(From from, const char *name) {
@@ -52,7 +54,8 @@ int setting(const char *name, int otherwise) {
 
 int devices() { return setting("STANDIN_DEVICES", 1); }
 
-/// Threads that run blocks, one after the other or some at a time: as many as the machine has processors, for all streams.
+/// Threads that run blocks, one after the other or some at a time: as many as the machine has
+/// processors, for all streams.
 class Multiprocessors {
   public:
     Multiprocessors() {
@@ -254,7 +257,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, s
     return CUDA_SUCCESS;
 }
 
-// What the emulator takes for a tensor map (hopper_emulated.cuh): of 16-bit elements in four dimensions, swizzled within 128 bytes.
+// What the emulator takes for a tensor map (hopper_emulated.cuh): of 16-bit elements in four
+// dimensions, swizzled within 128 bytes.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *at, const cuuint64_t *dims,
                                 const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps, CUtensorMapInterleave interleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {

@@ -1,7 +1,8 @@
-// Capture of streams, and graphs: what is recorded keeps the numbers and addresses it was recorded with, as in the driver.
+// Capture of streams, and graphs: what is recorded keeps the numbers and addresses it was recorded
+// with, as in the driver.
 //
-// One stream is recorded at a time, by the thread that began it; waiting there for events of others, or elsewhere for its own, is refused,
-// where the driver would make branches of it.
+// One stream is recorded at a time, by the thread that began it; waiting there for events of
+// others, or elsewhere for its own, is refused, where the driver would make branches of it.
 #include "graph.hpp"
 
 #include <cstdio>

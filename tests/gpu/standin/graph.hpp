@@ -1,4 +1,5 @@
-// Graphs: operations that a stream records instead of running them, to be run as often as the program launches them.
+// Graphs: operations that a stream records instead of running them, to be run as often as the
+// program launches them.
 #pragma once
 
 #include <map>
@@ -18,7 +19,8 @@ struct Node {
 /// What one stream recorded, in its order.
 struct Graph {
     std::vector<std::unique_ptr<Node>> nodes;
-    /// Memory that the graph allocates: it stays where it is, and holds NaNs before it is allocated and after it is freed.
+    /// Memory that the graph allocates: it stays where it is, and holds NaNs before it is allocated
+    /// and after it is freed.
     std::map<char *, size_t> blocks;
     /// Of these, what is allocated and not freed at this point of the recording.
     std::map<char *, size_t> lent;
@@ -35,7 +37,8 @@ SharedGraph recorded_by(CUstream stream);
 /// A call that a recording forbids: breaks it, and returns what the driver says.
 CUresult forbid(const SharedGraph &graph, CUresult why, const char *what);
 
-/// Whether this thread has begun a recording that has not ended: some calls are then forbidden on all streams.
+/// Whether this thread has begun a recording that has not ended: some calls are then forbidden on
+/// all streams.
 SharedGraph recorded_by_thread();
 
 /// One that is recorded, by whichever thread.

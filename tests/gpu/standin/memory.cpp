@@ -1,7 +1,9 @@
-// Memory of the device: blocks of the process's own, which hold NaNs before they are written and after they are freed.
+// Memory of the device: blocks of the process's own, which hold NaNs before they are written and
+// after they are freed.
 //
-// Freeing is an operation of a stream; a kernel on another stream that still uses the block then reads NaNs. Blocks are kept for a while
-// before the system gets them back, so that a late write does not land in somebody else's.
+// Freeing is an operation of a stream; a kernel on another stream that still uses the block then
+// reads NaNs. Blocks are kept for a while before the system gets them back, so that a late write
+// does not land in somebody else's.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -24,7 +26,8 @@ struct Pool {
     std::map<char *, size_t> lent;
     std::deque<std::pair<char *, size_t>> freed;
     size_t freed_bytes = 0;
-    /// What the driver counts: lent and not yet freed by the program, and what it has got from the system at most.
+    /// What the driver counts: lent and not yet freed by the program, and what it has got from the
+    /// system at most.
     uint64_t used = 0, used_high = 0, reserved = 0, reserved_high = 0;
     /// Of graphs: what is allocated at present, and what they have for it.
     uint64_t in_graphs = 0, in_graphs_high = 0, graphs_reserved = 0;

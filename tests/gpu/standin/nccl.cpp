@@ -1,11 +1,13 @@
-// NCCL between processes of one machine, over sockets: operations run on the streams they are queued on, wait for their peers there, and
-// hang there if a peer is gone, until the communicator is aborted. Aborting one waits for the device, as the memory that is freed may; in a
-// group (from NCCL 2.22 on) only once all of the group are aborted.
+// NCCL between processes of one machine, over sockets: operations run on the streams they are
+// queued on, wait for their peers there, and hang there if a peer is gone, until the communicator
+// is aborted. Aborting one waits for the device, as the memory that is freed may; in a group (from
+// NCCL 2.22 on) only once all of the group are aborted.
 //
-// As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when communicators are ready. Messages of a
-// communicator are matched by their order alone. Two ranks on one device are refused unless NCCL_HOSTID tells them apart. Where a peer is gone
-// NCCL may tell or not, by how it is connected: it does here with STANDIN_NCCL_REMOTE_ERROR=1. A communicator that is used after it was
-// aborted, or freed while the program exits, ends the program.
+// As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when
+// communicators are ready. Messages of a communicator are matched by their order alone. Two ranks
+// on one device are refused unless NCCL_HOSTID tells them apart. Where a peer is gone NCCL may tell
+// or not, by how it is connected: it does here with STANDIN_NCCL_REMOTE_ERROR=1. A communicator
+// that is used after it was aborted, or freed while the program exits, ends the program.
 #include <unistd.h>
 
 #include <chrono>
@@ -28,7 +30,8 @@ struct Id {
     char internal[128];
 };
 
-/// Handles that the program may use. A library that freed one would crash at its next use, perhaps; here that is always told.
+/// Handles that the program may use. A library that freed one would crash at its next use, perhaps;
+/// here that is always told.
 struct Handles {
     std::mutex mutex;
     std::set<void *> live;
@@ -61,7 +64,8 @@ SharedComm &comm_of(void *handle) {
     return *static_cast<SharedComm *>(handle);
 }
 
-/// The communicator of a handle, which is of no use from here on. The handle's memory stays, so that no later one has its address.
+/// The communicator of a handle, which is of no use from here on. The handle's memory stays, so
+/// that no later one has its address.
 SharedComm take(void *handle) {
     SharedComm comm = std::move(comm_of(handle));
     std::lock_guard<std::mutex> lock(handles().mutex);
@@ -200,7 +204,8 @@ int version() {
     return number;
 }
 
-/// Frees communicators that were aborted. That frees memory, which may wait for all that runs on the device.
+/// Frees communicators that were aborted. That frees memory, which may wait for all that runs on
+/// the device.
 void reclaim(const std::vector<SharedComm> &comms) {
     if (comms.empty()) return;
     handles().freeing++;
@@ -212,7 +217,8 @@ void reclaim(const std::vector<SharedComm> &comms) {
     handles().freeing--;
 }
 
-/// Queues an operation of `comm` without waiting for room in its stream's queue: a thread does, as in NCCL's non-blocking mode.
+/// Queues an operation of `comm` without waiting for room in its stream's queue: a thread does, as
+/// in NCCL's non-blocking mode.
 int launch(const SharedComm &comm, Stream &stream, std::function<void()> operation) {
     if (stream.has_room()) {
         stream.queue(CU_GRAPH_NODE_TYPE_KERNEL, std::move(operation));

@@ -109,7 +109,8 @@ bool tells_of_peers() {
 
 namespace {
 
-/// Looks for peers that close their connection, as NCCL's proxy thread does, until there are none to look at.
+/// Looks for peers that close their connection, as NCCL's proxy thread does, until there are none
+/// to look at.
 void watch(const std::weak_ptr<Comm> &watched) {
     for (;;) {
         const SharedComm comm = watched.lock();

@@ -1,4 +1,5 @@
-// NCCL's communicators between processes of one machine: how ranks meet, and the messages they exchange over sockets.
+// NCCL's communicators between processes of one machine: how ranks meet, and the messages they
+// exchange over sockets.
 #pragma once
 
 #include <atomic>
@@ -58,8 +59,8 @@ enum class Kind { AllReduce, AllGather, ReduceScatter, Broadcast, Reduce, Send, 
 bool send_message(int socket, Kind kind, const char *from, size_t bytes);
 bool receive_message(int socket, Kind kind, char *to, size_t bytes);
 
-/// Sends to every rank its part, `apart` bytes from that of the rank before it, and returns what came from each, its own included; empty if
-/// a peer is gone.
+/// Sends to every rank its part, `apart` bytes from that of the rank before it, and returns what
+/// came from each, its own included; empty if a peer is gone.
 std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, const char *parts, size_t apart);
 
 }  // namespace standin

@@ -14,7 +14,8 @@ namespace {
 std::mutex fault_mutex;
 bool has_fault = false;
 
-/// Microseconds that every operation waits before it runs (STANDIN_DELAY_US), so that what is not ordered goes wrong.
+/// Microseconds that every operation waits before it runs (STANDIN_DELAY_US), so that what is not
+/// ordered goes wrong.
 unsigned delay() {
     static const unsigned microseconds = [] {
         const char *text = std::getenv("STANDIN_DELAY_US");
@@ -23,7 +24,8 @@ unsigned delay() {
     return microseconds;
 }
 
-/// How many operations of a stream may wait before the next call waits, too. The driver has room for about as many.
+/// How many operations of a stream may wait before the next call waits, too. The driver has room
+/// for about as many.
 size_t room() {
     static const size_t operations = [] {
         const char *text = std::getenv("STANDIN_QUEUE");

@@ -7,14 +7,17 @@ use super::flags::LayoutFlags;
 use super::partition::Split;
 use crate::error::{Error, Result};
 
-/// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are needed, and 8 MB move at full bandwidth.
+/// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are
+/// needed, and 8 MB move at full bandwidth.
 const BUCKET_ON_CPUS: usize = 2_000_000;
 
-/// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not; `launcher` is the place in a world that a
-/// launcher gave this process. Origins of what is derived go to `sources`.
+/// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not;
+/// `launcher` is the place in a world that a launcher gave this process. Origins of what is derived
+/// go to `sources`.
 ///
 /// # Errors
-/// If settings contradict each other or the world; the equations of a layout are checked by `validate`.
+/// If settings contradict each other or the world; the equations of a layout are checked by
+/// `validate`.
 pub fn resolve_layout(
     flags: &LayoutFlags,
     sources: &mut Sources,
@@ -90,7 +93,8 @@ impl LayoutResolver<'_> {
             delay_wgrad_compute: p.delay_wgrad_compute,
             extra_warmup: p.pipeline_extra_warmup,
             partition,
-            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns it off, too.
+            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns
+            // it off, too.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
             use_distributed_optimizer: p.use_distributed_optimizer,
             overlap_grad_reduce: p.overlap_grad_reduce,
@@ -142,8 +146,8 @@ impl LayoutResolver<'_> {
         }
     }
 
-    /// v, and the setting that asks for virtual stages: their number on each stage, or the layers of one, of which v = num_layers / (pp · layers per virtual stage)
-    /// follows.
+    /// v, and the setting that asks for virtual stages: their number on each stage, or the layers
+    /// of one, of which v = num_layers / (pp · layers per virtual stage) follows.
     fn virtual_pipeline_size(
         &self,
         num_layers: usize,

@@ -1,4 +1,5 @@
-//! The command line: flags, run files and words of other programs, and the settings that come of them.
+//! The command line: flags, run files and words of other programs, and the settings that come of
+//! them.
 
 pub mod flags;
 mod from_checkpoint;
@@ -31,11 +32,13 @@ pub(crate) use gather::gather;
 
 /// Pretrain a model on text
 ///
-/// Starts the tp·cp·pp·dp ranks of the run on this machine and supervises them. Under a launcher that sets RANK, WORLD_SIZE,
-/// MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`), under `srun` with several tasks and under `mpirun` (Open MPI, MPICH, Intel MPI) it joins as that rank.
+/// Starts the tp·cp·pp·dp ranks of the run on this machine and supervises them. Under a launcher
+/// that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`), under
+/// `srun` with several tasks and under `mpirun` (Open MPI, MPICH, Intel MPI) it joins as that rank.
 ///
-/// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in the sections named in
-/// brackets, and from flags, which override the file. Switches are turned off by `--flag=false`.
+/// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in
+/// the sections named in brackets, and from flags, which override the file. Switches are turned off
+/// by `--flag=false`.
 ///
 /// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops;
 /// Ctrl-C after that stops at once.

@@ -1,6 +1,7 @@
 //! Run files: TOML with the flags of `pretrain` as keys, in sections.
 //!
-//! A file is turned into the words that would say the same on the command line, so that both are parsed by one set of definitions.
+//! A file is turned into the words that would say the same on the command line, so that both are
+//! parsed by one set of definitions.
 
 use std::path::Path;
 

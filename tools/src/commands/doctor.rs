@@ -1,4 +1,5 @@
-//! `megatron doctor`: what this program finds on this machine and would use, to be pasted into a report.
+//! `megatron doctor`: what this program finds on this machine and would use, to be pasted into a
+//! report.
 
 use clap::Args;
 use kernels::Isa;

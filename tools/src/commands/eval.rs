@@ -18,17 +18,20 @@ use crate::report::count;
 
 /// Loss and perplexity of a trained model over a whole split
 ///
-/// Every sample of the split is read once, in order; a sample's first token is predicted from nothing before it.
+/// Every sample of the split is read once, in order; a sample's first token is predicted from
+/// nothing before it.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Example:
   megatron eval --load checkpoints/quickstart --data-path docs --split 0,0,100 --part test")]
 pub struct EvalArgs {
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Text files, folders of text, or indexed-dataset prefixes [default: those that the checkpoint was trained on]
+    /// Text files, folders of text, or indexed-dataset prefixes [default: those that the checkpoint
+    /// was trained on]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
-    /// Weights of train, valid and test, by which whole documents are dealt (of text files, paragraphs)
+    /// Weights of train, valid and test, by which whole documents are dealt (of text files,
+    /// paragraphs)
     #[arg(long, value_name = "A,B,C", default_value = "100,0,0")]
     pub split: String,
     /// Which part of the split to evaluate

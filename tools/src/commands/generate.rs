@@ -15,8 +15,8 @@ use crate::report::{count, duration};
 
 /// Continue prompts with a trained model
 ///
-/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives the same text on any layout. How fast that went is written to
-/// stderr.
+/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives
+/// the same text on any layout. How fast that went is written to stderr.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -148,7 +148,8 @@ impl Speed {
         self.came = Some((self.came.map_or(now, |(first, _)| first), now));
     }
 
-    /// Writes it to stderr: the first token of each tells of the prompts, the others of text that is continued.
+    /// Writes it to stderr: the first token of each tells of the prompts, the others of text that
+    /// is continued.
     fn tell(&self) {
         let Some((first, last)) = self.came else { return };
         let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());

@@ -19,12 +19,14 @@ use crate::signals::StopSignal;
 
 /// Rewrite a checkpoint for another layout
 ///
-/// Any checkpoint resumes under any layout as it is. This writes the files that a run of the layout would save, each holding
-/// what its rank owns, parameters and optimizer state; flags and defaults are those of `pretrain`. What is copied is checked
-/// against its checksums. Little memory is used, whatever the size of the model.
+/// Any checkpoint resumes under any layout as it is. This writes the files that a run of the layout
+/// would save, each holding what its rank owns, parameters and optimizer state; flags and defaults
+/// are those of `pretrain`. What is copied is checked against its checksums. Little memory is used,
+/// whatever the size of the model.
 ///
-/// CKPT is left as it is, and no file in CKPT2 is replaced by another. Nothing appears in CKPT2 before everything is written; what an interrupted attempt leaves is
-/// hidden, and removed by the next.
+/// CKPT is left as it is, and no file in CKPT2 is replaced by another. Nothing appears in CKPT2
+/// before everything is written; what an interrupted attempt leaves is hidden, and removed by the
+/// next.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron reshard checkpoints/gpt checkpoints/gpt-tp4 --tensor-model-parallel-size 4

@@ -1,7 +1,8 @@
 //! The text that continues a prompt.
 //!
-//! Tokens do not decode one by one: a character may be spread over several, and decoders of sentencepiece's kind drop the space that
-//! begins a text. So the prompt's tokens are always decoded along.
+//! Tokens do not decode one by one: a character may be spread over several, and decoders of
+//! sentencepiece's kind drop the space that begins a text. So the prompt's tokens are always
+//! decoded along.
 
 use megatron::data::Tokenizer;
 use megatron::train::Length;
@@ -27,7 +28,8 @@ impl<'a> Continuation<'a> {
         Ok(Self { tokenizer, tokens: prompt.to_vec(), told: tokenizer.decode(prompt)? })
     }
 
-    /// The text that `token` adds, less what may still change (a character whose bytes are not all there).
+    /// The text that `token` adds, less what may still change (a character whose bytes are not all
+    /// there).
     ///
     /// # Errors
     /// If the tokenizer's decoder fails.
@@ -50,7 +52,8 @@ impl<'a> Continuation<'a> {
         Ok(self.tell(text))
     }
 
-    /// The end of `text` from where it differs from what was told; a prompt's last character may have been incomplete.
+    /// The end of `text` from where it differs from what was told; a prompt's last character may
+    /// have been incomplete.
     fn tell(&mut self, text: String) -> String {
         let same = text
             .chars()
@@ -93,7 +96,8 @@ mod tests {
 
     use super::*;
 
-    /// A vocabulary as Llama 2's: words begin with ▁, other characters are bytes, and the first space is no text.
+    /// A vocabulary as Llama 2's: words begin with ▁, other characters are bytes, and the first
+    /// space is no text.
     fn sentencepiece(folder: &Path) -> Tokenizer {
         let vocab =
             r#"{"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁once": 3, "▁upon": 4, "▁a": 5, ",": 6}"#;
@@ -144,7 +148,8 @@ mod tests {
         let told = [4, 1, 2, 5, 1].map(|token| streamed.add(token).unwrap());
         assert_eq!(told, [" upon", "", "é", " a", ""]);
         assert_eq!(streamed.rest().unwrap(), "\u{FFFD}");
-        // A prompt's tokens may end within a character; a prompt may also end with what stands for one that is damaged.
+        // A prompt's tokens may end within a character; a prompt may also end with what stands for
+        // one that is damaged.
         assert_eq!(continued(&tokenizer, &[3, 1], &[2, 4]).unwrap(), "é upon");
         assert_eq!(continued(&Tokenizer::byte(), &[0x61, 0xef, 0xbf, 0xbd], &[0x62]).unwrap(), "b");
     }

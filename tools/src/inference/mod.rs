@@ -43,7 +43,8 @@ pub struct LoadArgs {
     /// Compute in fp16 rather than fp32: half the memory
     #[arg(long)]
     pub fp16: bool,
-    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
+    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on
+    /// its machine (`cuda`), or this one
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
@@ -71,7 +72,8 @@ pub struct Found {
 impl LoadArgs {
     /// Looks at the checkpoint and checks that its model can be cut as asked for.
     fn find(&self, cp: usize, dp: usize) -> Result<Found> {
-        // What was trained in the folder of a Hugging Face model is meant, not what it started from.
+        // What was trained in the folder of a Hugging Face model is meant, not what it started
+        // from.
         let (path, weights) =
             if self.load.join("config.json").exists() && !checkpoint::holds_any(&self.load)? {
                 (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
@@ -159,7 +161,8 @@ fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
 /// # Errors
 /// If the checkpoint cannot be read.
 pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
-    // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes, which have none.
+    // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes,
+    // which have none.
     let manifest = checkpoint::Manifest::read(path)?;
     let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
     let said = data("tokenizer_options").and_then(|said| serde_json::from_value(said.clone()).ok());

@@ -1,4 +1,5 @@
-//! From the ends of several ranks to the one message that names the cause; and of several machines, whose supervisors tell that of their ranks.
+//! From the ends of several ranks to the one message that names the cause; and of several machines,
+//! whose supervisors tell that of their ranks.
 
 use std::fmt;
 
@@ -58,8 +59,9 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Whether one of our ranks says that it would end so again. What it says of settings may only hold until a GPU or a port is free where ranks with
-    /// the same settings ran before, so it counts of the `first` alone.
+    /// Whether one of our ranks says that it would end so again. What it says of settings may only
+    /// hold until a GPU or a port is free where ranks with the same settings ran before, so it
+    /// counts of the `first` alone.
     pub fn comes_again(&self, first: bool) -> bool {
         self.fault
             .as_ref()

@@ -39,7 +39,8 @@ impl Host {
 /// The hosts in `path`, of which a filter selects some.
 ///
 /// # Errors
-/// If the file cannot be read or used, a filter names what is not in it, or hosts have different numbers of slots.
+/// If the file cannot be read or used, a filter names what is not in it, or hosts have different
+/// numbers of slots.
 pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
     let text = megatron::files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
         action: format!("read the hostfile {}", path.display()),

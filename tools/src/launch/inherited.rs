@@ -4,8 +4,8 @@
 
 use std::sync::OnceLock;
 
-/// Whether `signal` was ignored when this process started, as `nohup` and shells without job control arrange, and still is. Whoever did
-/// so wants it to have no effect.
+/// Whether `signal` was ignored when this process started, as `nohup` and shells without job
+/// control arrange, and still is. Whoever did so wants it to have no effect.
 pub fn is_ignored(signal: i32) -> bool {
     // SAFETY: an all-zero sigaction is valid; without a new action the call only fills it in.
     unsafe {
@@ -18,12 +18,15 @@ pub fn is_ignored(signal: i32) -> bool {
 /// How many files this process might have open when it started, if that was changed since.
 static OPEN_FILES: OnceLock<libc::rlimit> = OnceLock::new();
 
-/// Makes limits into errors that can be reported, and the one of open files as wide as this user may have it. Call once, first of all.
+/// Makes limits into errors that can be reported, and the one of open files as wide as this user
+/// may have it. Call once, first of all.
 pub fn adjust() {
-    // SAFETY: no handler is installed. A write beyond the limit of file sizes then fails with EFBIG instead of ending the process.
+    // SAFETY: no handler is installed. A write beyond the limit of file sizes then fails with EFBIG
+    // instead of ending the process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: both calls touch nothing but `limit`. Where they are refused everything stays as it is.
+    // SAFETY: both calls touch nothing but `limit`. Where they are refused everything stays as it
+    // is.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max
         {
@@ -35,9 +38,11 @@ pub fn adjust() {
     }
 }
 
-/// Sets the signals and limits of a rank between fork and exec: allocates nothing and makes system calls only.
+/// Sets the signals and limits of a rank between fork and exec: allocates nothing and makes system
+/// calls only.
 pub fn prepare_rank() {
-    // Other programs may take the limit for how many there are to close, or use `select`; this one widens it again.
+    // Other programs may take the limit for how many there are to close, or use `select`; this one
+    // widens it again.
     if let Some(limit) = OPEN_FILES.get() {
         // SAFETY: the call reads `limit`, and is a system call alone.
         unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, limit) };

@@ -31,13 +31,15 @@ pub const COMMANDS: [&str; 14] = [
     "man",
 ];
 
-/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them in the order issued, so a receive that waits
-/// for its message would hold up the computation that other ranks wait for.
+/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them
+/// in the order issued, so a receive that waits for its message would hold up the computation that
+/// other ranks wait for.
 pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// As many as CUDA has.
 pub const MOST_GPU_QUEUES: usize = 32;
-/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an operation first takes it: amid a step, in which they may be at
-/// different operations, instead of when the group is made.
+/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an
+/// operation first takes it: amid a step, in which they may be at different operations, instead of
+/// when the group is made.
 pub const NCCL_CONNECTS_LATE: &str = "NCCL_RUNTIME_CONNECT";
 
 /// What this program is called.
@@ -63,7 +65,8 @@ pub struct Ranks {
     /// What they prove to each other with that they are of this run.
     pub secret: Secret,
     pub style: Style,
-    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on another host.
+    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on
+    /// another host.
     pub shares_gpus: bool,
     /// More variables of all ranks.
     pub variables: Vec<(OsString, OsString)>,
@@ -91,7 +94,8 @@ impl Ranks {
         Ok(Some(store))
     }
 
-    /// The command of local rank `index`, with torchrun's variables, for ranks that were started again `restarts` times, of at most `max_restarts`.
+    /// The command of local rank `index`, with torchrun's variables, for ranks that were started
+    /// again `restarts` times, of at most `max_restarts`.
     ///
     /// # Errors
     /// If there is none.

@@ -1,5 +1,5 @@
-//! What ranks print: read line by line by one thread per stream, handed to the supervisor in order of arrival, printed by one more, so that the
-//! supervisor waits for nobody who reads.
+//! What ranks print: read line by line by one thread per stream, handed to the supervisor in order
+//! of arrival, printed by one more, so that the supervisor waits for nobody who reads.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -72,7 +72,8 @@ impl Printer {
     /// If no thread can be started, or there is no output.
     pub fn start() -> std::io::Result<Self> {
         let (sender, lines) = sync_channel::<(Stream, String)>(1024);
-        // Not by the standard library's streams, whose locks would be held while nobody reads: the program's end takes them.
+        // Not by the standard library's streams, whose locks would be held while nobody reads: the
+        // program's end takes them.
         let mut stdout = std::fs::File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
         let mut stderr = std::fs::File::from(std::io::stderr().as_fd().try_clone_to_owned()?);
         let thread = thread::Builder::new().spawn(move || {

@@ -26,7 +26,8 @@ pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 /// How ranks' output is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// Of one run: rank 0 writes to this process's standard output itself; other ranks' lines are prefixed `[rank N] `.
+    /// Of one run: rank 0 writes to this process's standard output itself; other ranks' lines are
+    /// prefixed `[rank N] `.
     Run,
     /// Of any command: every line is prefixed `[N]: `.
     Command,
@@ -46,7 +47,8 @@ pub struct Plan {
     pub advice: Option<String>,
     /// Whether ranks that are asked to stop save first, as far as this process knows.
     pub saves: bool,
-    /// Whether the launcher of several machines started this process, speaks to it over its standard input, and tells its user why ranks failed.
+    /// Whether the launcher of several machines started this process, speaks to it over its
+    /// standard input, and tells its user why ranks failed.
     pub over_stdin: bool,
 }
 

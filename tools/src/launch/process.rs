@@ -1,7 +1,8 @@
 //! A child process that cannot outlive its supervisor.
 //!
-//! On Linux the kernel kills the child when the supervisor dies (prctl(2), PR_SET_PDEATHSIG), however it dies. The child leads a process
-//! group of its own, so that Ctrl-C reaches the supervisor alone and a signal reaches whatever the child started.
+//! On Linux the kernel kills the child when the supervisor dies (prctl(2), PR_SET_PDEATHSIG),
+//! however it dies. The child leads a process group of its own, so that Ctrl-C reaches the
+//! supervisor alone and a signal reaches whatever the child started.
 // Process control is foreign functions throughout; each call states why it is sound.
 #![allow(unsafe_code)]
 
@@ -30,12 +31,13 @@ impl Exit {
 
 /// Starts `command` bound to this process's life.
 ///
-/// The kernel binds the child to the *thread* that starts it, so this is called from a thread that lives as long as the process.
+/// The kernel binds the child to the *thread* that starts it, so this is called from a thread that
+/// lives as long as the process.
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
     let parent = std::process::id();
     command.process_group(0);
-    // SAFETY: between fork and exec only async-signal-safe calls are allowed; `prepare_rank` and `bind_to_parent` make system calls only
-    // and allocate nothing: errors are plain codes.
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed; `prepare_rank` and
+    // `bind_to_parent` make system calls only and allocate nothing: errors are plain codes.
     unsafe {
         command.pre_exec(move || {
             prepare_rank();
@@ -66,11 +68,13 @@ fn bind_to_parent(_parent: u32) -> io::Result<()> {
 
 /// Sends `signal` to the child's process group. A group that is gone is no error.
 pub fn signal_group(child: &Child, signal: i32) {
-    // SAFETY: kill takes two integers. The child has not been reaped (`reap` takes it away), so its id still names its group.
+    // SAFETY: kill takes two integers. The child has not been reaped (`reap` takes it away), so its
+    // id still names its group.
     unsafe { libc::kill(-(child.id() as libc::pid_t), signal) };
 }
 
-/// How `child` ended, if it has. What is left of its process group is killed first, while its id cannot have been given away.
+/// How `child` ended, if it has. What is left of its process group is killed first, while its id
+/// cannot have been given away.
 pub fn reap(child: &mut Child) -> io::Result<Option<Exit>> {
     if how_ended(child)?.is_none() {
         return Ok(None);
@@ -90,7 +94,8 @@ pub fn died_of_a_signal(child: &Child) -> io::Result<bool> {
 
 /// How `child` ended, if it has, by `CLD_EXITED` and the like, leaving it to be reaped.
 fn how_ended(child: &Child) -> io::Result<Option<i32>> {
-    // SAFETY: an all-zero siginfo_t is valid, and waitid writes to nothing else. WNOWAIT leaves the child waitable.
+    // SAFETY: an all-zero siginfo_t is valid, and waitid writes to nothing else. WNOWAIT leaves the
+    // child waitable.
     let (result, info) = unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
         let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;

@@ -1,7 +1,8 @@
 //! A supervisor on each of several machines: `megatron launch` once more, over ssh.
 //!
-//! The machines have this program and this folder at the same paths, as a shared file system or equal installations give them. ssh hands one line to the
-//! user's shell there, so that every word of it is quoted.
+//! The machines have this program and this folder at the same paths, as a shared file system or
+//! equal installations give them. ssh hands one line to the user's shell there, so that every word
+//! of it is quoted.
 
 use std::ffi::{OsStr, OsString};
 use std::net::IpAddr;
@@ -16,7 +17,8 @@ use super::hostfile::Host;
 use super::process::{Exit, signal_name};
 use crate::fault::{OVER_STDIN, SUPERVISED};
 
-/// Variables that go along: what libraries and commands are found by, and what sets up communication and kernels.
+/// Variables that go along: what libraries and commands are found by, and what sets up
+/// communication and kernels.
 const NAMES: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"];
 /// The beginnings of others. DeepSpeed's runner has NCCL, PYTHON, MV2, UCX and MLFLOW.
 const PREFIXES: [&str; 7] = ["NCCL_", "UCX_", "MEGATRON_", "CUDA_", "RUST_", "PYTHON", "TORCH_"];
@@ -31,7 +33,8 @@ const OWN: [&str; 6] = [
     RUN_SECRET,
 ];
 
-/// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of `env`.
+/// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of
+/// `env`.
 const NO_FOLDER: i32 = 124;
 const NOT_EXECUTABLE: i32 = 126;
 const NOT_FOUND: i32 = 127;

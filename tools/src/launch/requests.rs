@@ -1,4 +1,5 @@
-//! What a supervisor is asked for, and how: by signals, and over ssh, which passes none on, by words on its standard input.
+//! What a supervisor is asked for, and how: by signals, and over ssh, which passes none on, by
+//! words on its standard input.
 //!
 //! The launcher of several machines holds the other end of that input. Whatever ends it, ssh or the
 //! connection, the input ends, too, and ranks are not left alone. The first word is the run's
@@ -35,7 +36,8 @@ const SECRET: &str = "secret ";
 const HANDING_ON: Duration = Duration::from_secs(30);
 /// How often signals are looked at meanwhile.
 const TICK: Duration = Duration::from_millis(20);
-/// How long a supervisor may take that was told to kill its ranks, before its connection is given up.
+/// How long a supervisor may take that was told to kill its ranks, before its connection is given
+/// up.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What a line of standard input says.

@@ -1,7 +1,8 @@
-//! Runs a plan until its ranks end well, are asked to stop, or have failed once more often than they may be started again.
+//! Runs a plan until its ranks end well, are asked to stop, or have failed once more often than
+//! they may be started again.
 //!
-//! Source: torchrun's `--max-restarts` (torch/distributed/elastic/agent): the failure of any rank ends all of them, all are started again, and
-//! each such round is one of those allowed.
+//! Source: torchrun's `--max-restarts` (torch/distributed/elastic/agent): the failure of any rank
+//! ends all of them, all are started again, and each such round is one of those allowed.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -23,14 +24,14 @@ pub struct End {
     pub again: bool,
 }
 
-/// From the end of the ranks on this machine to their start. On several machines the others' need time to end: those that were sooner would meet the store
-/// of the round before.
+/// From the end of the ranks on this machine to their start. On several machines the others' need
+/// time to end: those that were sooner would meet the store of the round before.
 const PAUSE: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(10)];
 /// How often signals are looked at meanwhile.
 const TICK: Duration = Duration::from_millis(20);
 
-/// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that failed (after printing why), or 128 + the
-/// signal that stopped the run.
+/// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that
+/// failed (after printing why), or 128 + the signal that stopped the run.
 ///
 /// # Errors
 /// If a rank cannot be started.

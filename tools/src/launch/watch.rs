@@ -1,7 +1,8 @@
 //! Ranks that end with their supervisor even if other programs are between them.
 //!
-//! The kernel ends what the supervisor itself started (`process.rs`), but not what that started in turn: of `bash -c 'megatron …; true'` only
-//! the shell. Ranks of this program therefore look after the supervisor themselves.
+//! The kernel ends what the supervisor itself started (`process.rs`), but not what that started in
+//! turn: of `bash -c 'megatron …; true'` only the shell. Ranks of this program therefore look after
+//! the supervisor themselves.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ use crate::fault::SUPERVISED;
 /// How often a rank looks.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// The value of [`SUPERVISED`] for this process's ranks: its pid, its start, and where that pid is valid.
+/// The value of [`SUPERVISED`] for this process's ranks: its pid, its start, and where that pid is
+/// valid.
 pub fn supervisor() -> String {
     let Process { pid, start } = Process::this();
     format!("{pid} {start} {}", pid_namespace())

@@ -91,8 +91,8 @@ pub fn check_number(p: &ParallelConfig) -> Result<()> {
     )))
 }
 
-/// Runs this process's command line once per rank and returns the exit code to end with. Ranks that are asked to stop have `stop_limit` to do
-/// so; `advice` is what to do after a rank died.
+/// Runs this process's command line once per rank and returns the exit code to end with. Ranks that
+/// are asked to stop have `stop_limit` to do so; `advice` is what to do after a rank died.
 ///
 /// # Errors
 /// If a rank cannot be started.
@@ -144,7 +144,8 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     }
 }
 
-/// The threads that RAYON_NUM_THREADS asks for, or the share that one of `ranks` ranks has of this machine's cores.
+/// The threads that RAYON_NUM_THREADS asks for, or the share that one of `ranks` ranks has of this
+/// machine's cores.
 fn share_of_cores(ranks: usize) -> usize {
     let asked = environment("RAYON_NUM_THREADS").and_then(|n| n.parse().ok()).filter(|&n| n > 0);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -159,8 +160,8 @@ fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Err
     }
 }
 
-/// What `work`, which comes before this rank knows the others, makes with a rank's share of this machine's cores; with all of them where the launcher did not
-/// tell how many ranks share them.
+/// What `work`, which comes before this rank knows the others, makes with a rank's share of this
+/// machine's cores; with all of them where the launcher did not tell how many ranks share them.
 ///
 /// # Errors
 /// Those of `work`; if threads cannot be started.
@@ -184,8 +185,9 @@ pub fn with_threads<T: Send>(ranks: usize, work: impl FnOnce() -> Result<T> + Se
     pool.install(work)
 }
 
-/// Gives the kernels of one of `ranks` ranks of this machine `threads` threads, or those that RAYON_NUM_THREADS asks for, or its share of the machine's cores.
-/// Returns how many there are. Call before the first kernel, on the thread that calls the kernels: it is one of them.
+/// Gives the kernels of one of `ranks` ranks of this machine `threads` threads, or those that
+/// RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how many there are.
+/// Call before the first kernel, on the thread that calls the kernels: it is one of them.
 ///
 /// # Errors
 /// If threads cannot be started.
@@ -193,8 +195,8 @@ pub fn use_threads(threads: Option<usize>, ranks: usize) -> Result<usize> {
     let threads = threads.unwrap_or_else(|| share_of_cores(ranks));
     let mut pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     if threads > 1 {
-        // A thread outside of the pool would hand every kernel to it and sleep until that is done. Alone it stays outside: what other threads
-        // give to the pool would wait for it.
+        // A thread outside of the pool would hand every kernel to it and sleep until that is done.
+        // Alone it stays outside: what other threads give to the pool would wait for it.
         pool = pool.use_current_thread();
     }
     pool.build_global().map_err(no_threads(threads))?;
@@ -218,7 +220,8 @@ pub fn on_gpus(choice: Choice) -> bool {
     choice != Choice::Cpu && kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0)
 }
 
-/// Refuses a run that asks for what there is on GPUs only, or on CPUs, where it computes on the other, before ranks are started for it.
+/// Refuses a run that asks for what there is on GPUs only, or on CPUs, where it computes on the
+/// other, before ranks are started for it.
 ///
 /// # Errors
 /// If it does.
@@ -248,12 +251,14 @@ pub struct Joined {
     pub threads: usize,
 }
 
-/// Meets the other ranks, and then takes this one's share of what there is on its machine: its device, and `threads` threads or its part of the cores. Groups and
-/// messages will take `communicators` ([`megatron::train::most_communicators`]). Call before the first kernel, on the thread that calls the kernels.
+/// Meets the other ranks, and then takes this one's share of what there is on its machine: its
+/// device, and `threads` threads or its part of the cores. Groups and messages will take
+/// `communicators` ([`megatron::train::most_communicators`]). Call before the first kernel, on the
+/// thread that calls the kernels.
 ///
 /// # Errors
-/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such device, which the other ranks are told, or if theirs
-/// are of another kind.
+/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such
+/// device, which the other ranks are told, or if theirs are of another kind.
 pub fn join(
     place: &RankInfo,
     distributed: &Distributed,
@@ -285,8 +290,8 @@ fn own_cores() -> String {
     format!("{} {cores}", megatron::comm::rendezvous::this_host())
 }
 
-/// How many ranks share the cores of rank `rank`, where each has told its own. `srun` and `mpirun` may bind each to cores that the others do not use,
-/// of which every rank then takes all.
+/// How many ranks share the cores of rank `rank`, where each has told its own. `srun` and `mpirun`
+/// may bind each to cores that the others do not use, of which every rank then takes all.
 fn sharers(cores: &[Vec<u8>], rank: usize, local_world_size: usize) -> usize {
     // Machines may be called alike.
     cores.iter().filter(|other| **other == cores[rank]).count().min(local_world_size)
@@ -295,8 +300,8 @@ fn sharers(cores: &[Vec<u8>], rank: usize, local_world_size: usize) -> usize {
 const ON_GPU: &str = "a GPU";
 const ON_CPU: &str = "the CPU";
 
-/// Refuses ranks that compute on different devices, as where one of several machines has no driver: they would wait for each other in different
-/// transports. All find the same.
+/// Refuses ranks that compute on different devices, as where one of several machines has no driver:
+/// they would wait for each other in different transports. All find the same.
 fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
     let Some(other) = devices.iter().position(|device| *device != devices[0]) else {
         return Ok(());
@@ -354,15 +359,17 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     Ok(comm::init(place, &rendezvous, backend, options)?)
 }
 
-/// How long this rank waits for the others at the start of a run whose operations have `timeout`. On several machines data are opened on each,
-/// which takes one longer than another, and nobody tells this rank if another one died meanwhile. On one the ranks start alike, and whoever
-/// started them ends them all when one dies.
+/// How long this rank waits for the others at the start of a run whose operations have `timeout`.
+/// On several machines data are opened on each, which takes one longer than another, and nobody
+/// tells this rank if another one died meanwhile. On one the ranks start alike, and whoever started
+/// them ends them all when one dies.
 fn patience(place: &RankInfo, timeout: Duration) -> Duration {
     if place.one_host() { CommOptions::default().connect_timeout.min(timeout) } else { timeout }
 }
 
-/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then to the others, which so hear of it at once
-/// rather than when they miss this rank. A rank on a GPU does not return from here: what it has there goes with its process.
+/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then
+/// to the others, which so hear of it at once rather than when they miss this rank. A rank on a GPU
+/// does not return from here: what it has there goes with its process.
 pub fn failed(error: Error, world: &Group, device: &Device) -> Error {
     failed_with_advice(error, None, world, device)
 }
@@ -404,7 +411,8 @@ fn over_nccl(distributed: &Distributed, on_gpus: bool) -> bool {
         && cfg!(feature = "nccl")
 }
 
-/// Why operations are issued no earlier than they are needed, if they would be with more of the GPU's queues.
+/// Why operations are issued no earlier than they are needed, if they would be with more of the
+/// GPU's queues.
 pub fn issued_late(
     distributed: &Distributed,
     device: &Device,

@@ -5,9 +5,11 @@ use crate::launch::{GPU_QUEUES, MOST_GPU_QUEUES};
 
 /// What CUDA takes where nothing is set.
 const DEFAULT_GPU_QUEUES: usize = 8;
-/// Streams of a communicator: the one that operations are queued on, and two of NCCL's (`ncclSharedResources`).
+/// Streams of a communicator: the one that operations are queued on, and two of NCCL's
+/// (`ncclSharedResources`).
 const COMMUNICATOR_STREAMS: usize = 3;
-/// A rank's other streams: its computation, copies to and from the host, and NCCL's for the order of launches.
+/// A rank's other streams: its computation, copies to and from the host, and NCCL's for the order
+/// of launches.
 const OTHER_STREAMS: usize = 4;
 
 /// The hardware queues of a rank's GPU, and the streams that need one each.
@@ -45,7 +47,8 @@ impl Queues {
     }
 }
 
-/// Whether operations are issued before they are needed, where `asked` says so or does not say otherwise.
+/// Whether operations are issued before they are needed, where `asked` says so or does not say
+/// otherwise.
 ///
 /// # Errors
 /// If they are asked for and could wait for each other for ever.

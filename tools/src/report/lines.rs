@@ -105,7 +105,8 @@ fn throughput(tflops: f64) -> String {
     format!("{tflops:.decimals$}")
 }
 
-/// The largest memory of a GPU so far, in GiB; Megatron has no place for it in this line. Nothing on the CPU.
+/// The largest memory of a GPU so far, in GiB; Megatron has no place for it in this line. Nothing
+/// on the CPU.
 fn gpu_memory(memory: Peak) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let line = |reserved| {
@@ -144,7 +145,8 @@ fn now() -> String {
     date(since.as_secs(), since.subsec_micros())
 }
 
-/// The civil date of a Unix time (H. Hinnant, "chrono-Compatible Low-Level Date Algorithms", `civil_from_days`).
+/// The civil date of a Unix time (H. Hinnant, "chrono-Compatible Low-Level Date Algorithms",
+/// `civil_from_days`).
 fn date(seconds: u64, micros: u32) -> String {
     let (days, time) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);

@@ -1,4 +1,5 @@
-//! The table of a profile: where the time of a step went, and how near its operations came to the machine's ceilings.
+//! The table of a profile: where the time of a step went, and how near its operations came to the
+//! machine's ceilings.
 
 use std::fmt::Write;
 

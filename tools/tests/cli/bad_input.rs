@@ -1,11 +1,13 @@
-//! Input that cannot be used: every rank ends soon with one message; nothing is overwritten and nothing left behind.
+//! Input that cannot be used: every rank ends soon with one message; nothing is overwritten and
+//! nothing left behind.
 
 use std::fs;
 
 use crate::site::{SOON, Site, ended, refused};
 use crate::support::{megatron, stderr};
 
-/// Asserts that the run is refused with all of `parts`, under a supervisor and, rank by rank, under a launcher.
+/// Asserts that the run is refused with all of `parts`, under a supervisor and, rank by rank, under
+/// a launcher.
 fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
     let before = site.files();
     let supervised = ended(vec![site.pretrain(flags).spawn().unwrap()], SOON);

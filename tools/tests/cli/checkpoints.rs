@@ -1,4 +1,5 @@
-//! Checkpoints that cannot be used or written: the run ends with one message, and what was saved before stays as it was.
+//! Checkpoints that cannot be used or written: the run ends with one message, and what was saved
+//! before stays as it was.
 
 use std::fs;
 use std::path::PathBuf;
@@ -142,7 +143,8 @@ fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
     assert_eq!(first.status.code(), Some(130), "{}", stderr(&first));
 }
 
-/// `command` under a limit on the size of files, which fails writes as a full disk does: after a part of them.
+/// `command` under a limit on the size of files, which fails writes as a full disk does: after a
+/// part of them.
 fn limited(site: &Site, command: &Command, kib: u32) -> Command {
     let mut shell = Command::new("sh");
     // With the signal ignored, a write beyond the limit is an error.

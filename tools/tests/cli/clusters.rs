@@ -1,4 +1,5 @@
-//! Ranks that `srun` and `mpirun` start: they are told their places by other variables than torchrun's.
+//! Ranks that `srun` and `mpirun` start: they are told their places by other variables than
+//! torchrun's.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -11,7 +12,8 @@ const TWO: [&str; 2] = ["--pipeline-model-parallel-size=1", "--distributed-timeo
 
 type Variables = BTreeMap<&'static str, String>;
 
-/// What `srun -n 2` tells task `rank` in a job of its own number, amid what `salloc` told the shell around it.
+/// What `srun -n 2` tells task `rank` in a job of its own number, amid what `salloc` told the shell
+/// around it.
 fn srun(rank: usize) -> Variables {
     let job = std::process::id().to_string();
     let words = [
@@ -50,7 +52,8 @@ fn told(site: &Site, variables: Variables) -> Command {
     command
 }
 
-/// Asserts that two processes that are told these variables come to the losses of a run that starts its own.
+/// Asserts that two processes that are told these variables come to the losses of a run that starts
+/// its own.
 fn train_together(variables: impl Fn(usize) -> Variables) {
     let site = Site::new();
     site.succeed(&TWO);

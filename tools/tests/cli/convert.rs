@@ -526,7 +526,8 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
         (&made["tokenizer_class"], &made["eos_token"]),
         (&"PreTrainedTokenizerFast".into(), &"<|endoftext|>".into())
     );
-    // And with training's ids for special tokens that are spelled out, though by default those are special.
+    // And with training's ids for special tokens that are spelled out, though by default those are
+    // special.
     std::fs::write(at("special.txt"), "a <e> b <|endoftext|> ".repeat(20)).unwrap();
     let evaluated = |load: &str| {
         let output = run(&format!("eval --load {load} --data-path special.txt --cache-dir cache"));

@@ -1,4 +1,5 @@
-//! Ranks that die, hang or are told to stop: the others end soon, the cause is named, and the run resumes bitwise.
+//! Ranks that die, hang or are told to stop: the others end soon, the cause is named, and the run
+//! resumes bitwise.
 
 use std::fs;
 use std::process::{Child, Stdio};
@@ -28,7 +29,8 @@ fn words(flags: &[String]) -> Vec<&str> {
     flags.iter().map(String::as_str).collect()
 }
 
-/// Asserts that `folder` holds an intact checkpoint from which the run comes to the same losses, bit for bit.
+/// Asserts that `folder` holds an intact checkpoint from which the run comes to the same losses,
+/// bit for bit.
 fn resumes_bitwise(site: &Site, folder: &str, uninterrupted: &[(u64, String)]) {
     let flags = saving(folder, 1000);
     let output = site.succeed(&words(&flags));

@@ -74,7 +74,8 @@ fn good_checkpoints_stay_while_a_run_diverges() {
         assert!(site.path("saved/iter_0000004/manifest.json").exists(), "{retention:?}");
         assert_eq!(latest(&site), "8", "{retention:?}");
     }
-    // What is loaded from another folder is named, too, and no checkpoint of weights that are begun with.
+    // What is loaded from another folder is named, too, and no checkpoint of weights that are begun
+    // with.
     let site = Site::new();
     site.succeed(&["--save=base", "--train-iters=3"]);
     let flags = [&DIVERGING[..], &["--load=base"]].concat();

@@ -1,4 +1,5 @@
-//! Which checkpoint and which tokenizer a folder means: the same to every command, however its path is written.
+//! Which checkpoint and which tokenizer a folder means: the same to every command, however its path
+//! is written.
 
 use std::ffi::OsStr;
 use std::fs;

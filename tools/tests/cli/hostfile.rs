@@ -1,4 +1,5 @@
-//! `megatron launch --hostfile`: ranks on several machines, which a program in place of ssh pretends to be.
+//! `megatron launch --hostfile`: ranks on several machines, which a program in place of ssh
+//! pretends to be.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -24,7 +25,8 @@ wait $!
 
 const TWO: &str = "h0 slots=2\nh1 slots=2\n";
 
-/// A folder with a hostfile and that program. What is started in it is marked, so that a test that failed leaves nothing running.
+/// A folder with a hostfile and that program. What is started in it is marked, so that a test that
+/// failed leaves nothing running.
 struct Machines {
     site: Site,
 }

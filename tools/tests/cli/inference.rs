@@ -1,4 +1,5 @@
-//! `megatron generate` and `megatron eval`: the same on any layout, and clear where they cannot work.
+//! `megatron generate` and `megatron eval`: the same on any layout, and clear where they cannot
+//! work.
 
 use crate::site::Site;
 use crate::support::{megatron, stderr, stdout};

@@ -1,5 +1,6 @@
-//! Ranks whose launcher tells them RANK and WORLD_SIZE alone, as Kubernetes' operators do: they find out who else is on their machine, say whom they wait for, and
-//! tell each other why they cannot take part.
+//! Ranks whose launcher tells them RANK and WORLD_SIZE alone, as Kubernetes' operators do: they
+//! find out who else is on their machine, say whom they wait for, and tell each other why they
+//! cannot take part.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use crate::support::{megatron, stderr, stdout};
 
-/// What Megatron 0.16.1 makes of these documents with bytes as tokens, 256 as the end of a document, and `--append-eod`.
+/// What Megatron 0.16.1 makes of these documents with bytes as tokens, 256 as the end of a
+/// document, and `--append-eod`.
 const LINES: &str = "{\"text\": \"ab\"}\n{\"text\": \"\"}\n{\"text\": [\"c\", \"\", \"d\\u00e9\"]}\n{\"text\": []}\n";
 const BIN: &[u8] = &[0x61, 0, 0x62, 0, 0, 1, 0x63, 0, 0x64, 0, 0xc3, 0, 0xa9, 0, 0, 1];
 const IDX: &[u8] = &[

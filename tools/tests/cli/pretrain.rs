@@ -1,4 +1,5 @@
-//! `megatron pretrain`, whole: a tiny run over processes, how it is reported, stopped, killed and resumed.
+//! `megatron pretrain`, whole: a tiny run over processes, how it is reported, stopped, killed and
+//! resumed.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -132,7 +133,8 @@ fn signals_save_and_stop_and_the_same_command_goes_on() {
         assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
         let saved: usize = saved_iteration(folder.path()).parse().unwrap();
         assert_eq!(metrics(folder.path()).len(), saved);
-        // The length of the run is part of its learning-rate schedule, so it stays; one more step is asked for.
+        // The length of the run is part of its learning-rate schedule, so it stays; one more step
+        // is asked for.
         let next = format!("--exit-interval={}", saved + 1);
         let output = pretrain(folder.path(), &[&endless[..], &[&next]].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -202,7 +204,8 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     };
     let first = train(&["--exit-interval=3"]);
     assert!(first.contains("| 2 to 8 microbatches of 1 "), "{first}");
-    // Another layout goes on amid the growth, and says nothing of a learning rate whose decay is given in samples.
+    // Another layout goes on amid the growth, and says nothing of a learning rate whose decay is
+    // given in samples.
     let second = train(&["--data-parallel-size=2"]);
     assert!(!second.contains("note:"), "{second}");
     assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8, 8, 8]);

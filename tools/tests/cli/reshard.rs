@@ -157,8 +157,8 @@ fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_fro
     assert!(stderr(&output).contains("is there already"), "{}", stderr(&output));
 }
 
-/// A run that is interrupted while it writes says so by its exit code, and leaves nothing that looks like a checkpoint; the
-/// next one is whole.
+/// A run that is interrupted while it writes says so by its exit code, and leaves nothing that
+/// looks like a checkpoint; the next one is whole.
 #[test]
 fn an_interrupted_run_leaves_nothing_that_looks_finished() {
     let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
@@ -194,7 +194,8 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
 
 #[test]
 fn memory_is_bounded_by_chunks_and_not_by_the_model() {
-    // 80 MB of tensors, of which the largest has 4 MB, through a process that may have 48 MB of data.
+    // 80 MB of tensors, of which the largest has 4 MB, through a process that may have 48 MB of
+    // data.
     let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
     let files: u64 = fs::read_dir(folder.path().join("saved/iter_0000001"))
         .unwrap()

@@ -1,4 +1,5 @@
-//! `megatron pretrain` with settings that are wrong: one message that says what, where and what to do.
+//! `megatron pretrain` with settings that are wrong: one message that says what, where and what to
+//! do.
 
 use std::process::Output;
 
@@ -372,7 +373,8 @@ fn numbers_out_of_range_are_refused() {
     }
 }
 
-/// Neither does a product of theirs become another number, nor is memory asked for that there cannot be.
+/// Neither does a product of theirs become another number, nor is memory asked for that there
+/// cannot be.
 #[test]
 fn sizes_that_are_wrong_by_typing_are_refused() {
     let sizes = [
@@ -394,7 +396,8 @@ fn sizes_that_are_wrong_by_typing_are_refused() {
                 &[&format!("{} = {number}", size.replace('-', "_")), "must be at most 2147483647"],
             );
         }
-        // Where that is a number, there is too little memory for it, or it does not go with the others.
+        // Where that is a number, there is too little memory for it, or it does not go with the
+        // others.
         let said = stderr(&pretrain("", "", &[&format!("--{size}=2147483640")]));
         assert!(
             said.contains("error: ") && !said.contains("bug") && !said.contains("allocation"),

@@ -6,7 +6,8 @@ use std::process::{Command, Output};
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-/// Has the programs under test hear signals that whoever started the tests has ignored, as shells do for what runs in the background.
+/// Has the programs under test hear signals that whoever started the tests has ignored, as shells
+/// do for what runs in the background.
 #[allow(unsafe_code)]
 fn hear_signals() {
     static ONCE: Once = Once::new();

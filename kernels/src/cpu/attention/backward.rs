@@ -1,4 +1,5 @@
-//! Backward: one task per (batch, group), so that the sums of dk and dv over queries and heads have one order.
+//! Backward: one task per (batch, group), so that the sums of dk and dv over queries and heads have
+//! one order.
 
 use std::ops::Range;
 
@@ -16,7 +17,8 @@ use crate::tensor::parallel::{self, Shared};
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, tensor};
 
-/// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and all operands are to stay in L2.
+/// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and
+/// all operands are to stay in L2.
 const TILE_K: usize = 64;
 const _: () = assert!(
     TILE_K.is_multiple_of(TILE_Q),
@@ -52,7 +54,8 @@ struct Pass<'a, E: Elem> {
     mask: Option<&'a Mask<'a>>,
 }
 
-/// Keys and values of a group, and the gradients gathered for them: `[s, d]`, transposed `[s / TILE_K][d][TILE_K]`.
+/// Keys and values of a group, and the gradients gathered for them: `[s, d]`, transposed `[s /
+/// TILE_K][d][TILE_K]`.
 struct Group<'a, T> {
     keys: &'a [T],
     keys_t: &'a [T],
@@ -105,7 +108,8 @@ impl<E: Elem> Pass<'_, E> {
                 vectorize(
                     #[inline(always)]
                     || {
-                        // The values themselves are not needed: their buffer then takes the queries.
+                        // The values themselves are not needed: their buffer then takes the
+                        // queries.
                         part(of_group + 1).copy(0..s, E::Acc::ONE, queries);
                         transpose::<_, TILE_K>(queries, d, values_t);
                         part(of_group).copy(0..s, E::Acc::ONE, keys);
@@ -207,13 +211,15 @@ impl<E: Elem> Pass<'_, E> {
     ) {
         let d = self.geometry.shape.head_dim;
         let mask = self.mask.map(|m| m.head(head.batch, head.head));
-        // Keys behind the last query are hidden from all of them; before the first one there are so many.
+        // Keys behind the last query are hidden from all of them; before the first one there are so
+        // many.
         let (m, seen, before) =
             (queries.len(), (queries.end - keys.start).min(keys.len()), queries.start - keys.start);
         let row = queries.start * d;
         let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
         let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
-        // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are of a tile.
+        // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are
+        // of a tile.
         unsafe {
             for (to, rows, turned) in
                 [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)]
@@ -259,8 +265,8 @@ impl<E: Elem> Pass<'_, E> {
         }
     }
 
-    /// Scores and gradients of probabilities of one query become (dropped) probabilities and gradients of scores; 0 where it does
-    /// not see.
+    /// Scores and gradients of probabilities of one query become (dropped) probabilities and
+    /// gradients of scores; 0 where it does not see.
     #[inline(always)]
     fn row(
         &self,
@@ -306,7 +312,8 @@ fn plain_row<T: Float>(p: &mut [T], ds: &mut [T], lse: T, delta: T) {
     }
 }
 
-/// As [`plain_row`], with the mask and 1/(1−p) of forward on the probabilities and on their gradients.
+/// As [`plain_row`], with the mask and 1/(1−p) of forward on the probabilities and on their
+/// gradients.
 #[inline(always)]
 fn dropped_row<T: Float>(
     p: &mut [T],

@@ -18,7 +18,8 @@ thread_local! {
     static LINES: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Calls `f` with buffers of these lengths, whose contents are arbitrary numbers. Their memory is kept for the thread's next call.
+/// Calls `f` with buffers of these lengths, whose contents are arbitrary numbers. Their memory is
+/// kept for the thread's next call.
 pub fn with_buffers<T: HostElem, const N: usize, R>(
     lengths: [usize; N],
     f: impl FnOnce([&mut [T]; N]) -> R,
@@ -56,7 +57,8 @@ fn lines<T>(n: usize) -> usize {
 fn take<'a, T: HostElem>(rest: &mut &'a mut [Line], n: usize) -> &'a mut [T] {
     let (own, others) = std::mem::take(rest).split_at_mut(lines::<T>(n));
     *rest = others;
-    // SAFETY: the lines hold n elements and are aligned for them; T is a plain number, for which any initialized bytes are a value.
+    // SAFETY: the lines hold n elements and are aligned for them; T is a plain number, for which
+    // any initialized bytes are a value.
     unsafe { std::slice::from_raw_parts_mut(own.as_mut_ptr().cast::<T>(), n) }
 }
 
@@ -86,7 +88,8 @@ impl<'a, E: Elem> Rows<'a, E> {
     }
 }
 
-/// Transposes rows `[n, width]` tile by tile of `TILE` rows: `to [n / TILE][width][TILE]`. What lies behind the last row is kept.
+/// Transposes rows `[n, width]` tile by tile of `TILE` rows: `to [n / TILE][width][TILE]`. What
+/// lies behind the last row is kept.
 #[inline(always)]
 pub fn transpose<T: Float, const TILE: usize>(rows: &[T], width: usize, to: &mut [T]) {
     const BLOCK: usize = 16;

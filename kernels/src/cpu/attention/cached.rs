@@ -1,10 +1,13 @@
-//! Attention of a few new tokens over the keys and values of all tokens so far: one task per sample and group of heads, or some of its heads. Where there are none before
-//! them, as with a prompt, it is that of a sequence.
+//! Attention of a few new tokens over the keys and values of all tokens so far: one task per sample
+//! and group of heads, or some of its heads. Where there are none before them, as with a prompt, it
+//! is that of a sequence.
 //!
-//! A task goes over the cache once, some positions at a time, for all of its heads (the online softmax: Milakov & Gimelshein 2018): positions lie kilobytes apart, and to come
-//! to one, whose page the processor may have to look up, takes longer than what is computed with it.
+//! A task goes over the cache once, some positions at a time, for all of its heads (the online
+//! softmax: Milakov & Gimelshein 2018): positions lie kilobytes apart, and to come to one, whose
+//! page the processor may have to look up, takes longer than what is computed with it.
 //!
-//! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a key/value cache).
+//! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a
+//! key/value cache).
 
 #[cfg(target_arch = "x86_64")]
 use candle_core::DType;
@@ -186,7 +189,8 @@ impl<E: Elem> Gathered<E> {
         self.sums.fill(E::Acc::ZERO);
     }
 
-    /// Makes weights of the first `n` scores, and brings what was gathered before to the new largest one.
+    /// Makes weights of the first `n` scores, and brings what was gathered before to the new
+    /// largest one.
     #[inline(always)]
     fn soften(&mut self, n: usize, scale: E::Acc, tilt: impl FnOnce(&mut [E::Acc])) {
         let weights = &mut self.weights[..n];
@@ -219,7 +223,8 @@ impl<E: Elem> Gathered<E> {
             // LLVM makes no vectors of these conversions: five times as long.
             let (values, weights) =
                 (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
-            // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row has d elements.
+            // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row
+            // has d elements.
             return unsafe {
                 add_rows::<f16, N>(self.sums.as_mut_ptr().cast(), d, weights, values)
             };

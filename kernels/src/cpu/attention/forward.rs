@@ -42,7 +42,8 @@ fn fill<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) 
     let Geometry { s, b, shape } = geometry;
     let heads = shape.heads();
     let tiles = s.div_ceil(TILE_Q);
-    // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
+    // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave
+    // idle.
     let parts = (2 * parallel::threads()).div_ceil((b * heads).max(1)).clamp(1, tiles.max(1));
     parallel::for_each(b * heads * parts, |task| {
         let (batch_head, part) = (task / parts, task % parts);
@@ -87,7 +88,8 @@ struct Gathered<'a, T> {
 }
 
 impl Head<'_> {
-    /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`, which no other task writes.
+    /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`, which no other
+    /// task writes.
     fn forward<E: Elem>(
         &self,
         packed: &[E],
@@ -162,8 +164,8 @@ impl Head<'_> {
             let (m, p_at) = (rows.len(), p.as_mut_ptr());
             // Keys before the first query; one more is seen by each of the others.
             let before = rows.start - first_key;
-            // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, of which `keys` are of positions before the
-            // sequence's end, as are as many rows of values.
+            // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, of which `keys`
+            // are of positions before the sequence's end, as are as many rows of values.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
                 product(
@@ -211,7 +213,8 @@ impl Head<'_> {
             #[inline(always)]
             || {
                 for (r, position) in rows.enumerate() {
-                    // SAFETY: only this task writes these places: its head's columns at its positions.
+                    // SAFETY: only this task writes these places: its head's columns at its
+                    // positions.
                     let (out, lse) = unsafe {
                         let out = out.at(out_at + position * self.geometry.out_stride());
                         (std::slice::from_raw_parts_mut(out, d), &mut *lse.at(lse_at + position))
@@ -226,8 +229,9 @@ impl Head<'_> {
         );
     }
 
-    /// One row of the online softmax: replaces the scores that the query sees by exp(score − maximum), dropped and rounded to
-    /// `E`, those of other keys by 0, and brings what was gathered so far to the new maximum.
+    /// One row of the online softmax: replaces the scores that the query sees by exp(score −
+    /// maximum), dropped and rounded to `E`, those of other keys by 0, and brings what was gathered
+    /// so far to the new maximum.
     #[inline(always)]
     fn soften<E: Elem>(
         &self,

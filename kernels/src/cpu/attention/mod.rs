@@ -146,7 +146,8 @@ impl Mask<'_> {
 
 /// Dropout of one (sample, head): query q's row of words belongs to its keys.
 ///
-/// (key, sample, head) is more than a Philox counter holds beside q and k, so it is hashed into key and counter.
+/// (key, sample, head) is more than a Philox counter holds beside q and k, so it is hashed into key
+/// and counter.
 #[derive(Clone, Copy)]
 struct HeadMask {
     derived: [u32; 4],

@@ -1,7 +1,9 @@
-//! Micro-kernel of AMX: 32 × 32, two by two tiles of 16 × 16 sums, 32 of the inner dimension per step.
+//! Micro-kernel of AMX: 32 × 32, two by two tiles of 16 × 16 sums, 32 of the inner dimension per
+//! step.
 //!
-//! The compiler does not know of tile registers yet, so this is assembly; the tiles live within one block of it. As with
-//! AVX-512 BF16, subnormal numbers count as 0 (Intel SDM, TDPBF16PS). Panels of B are those of AVX-512 BF16.
+//! The compiler does not know of tile registers yet, so this is assembly; the tiles live within one
+//! block of it. As with AVX-512 BF16, subnormal numbers count as 0 (Intel SDM, TDPBF16PS). Panels
+//! of B are those of AVX-512 BF16.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -53,8 +55,8 @@ impl Kernel<bf16> for Amx {
         }
     }
 
-    // Rows that begin within a line cost a second line each. Rows that lie a multiple of 2 KiB apart fall into so few sets of the
-    // L1 cache that a strip does not stay there.
+    // Rows that begin within a line cost a second line each. Rows that lie a multiple of 2 KiB
+    // apart fall into so few sets of the L1 cache that a strip does not stay there.
     fn reads_rows(Mat(at, row, column): Mat<*const bf16>) -> bool {
         column == 1
             && at.addr().is_multiple_of(64)
@@ -111,7 +113,8 @@ pub(super) unsafe fn copy(
     }
 }
 
-/// Where the tiles of a strip lie: the upper and the lower sixteen rows of the first step, the distance of rows and that of steps.
+/// Where the tiles of a strip lie: the upper and the lower sixteen rows of the first step, the
+/// distance of rows and that of steps.
 struct Tiles {
     upper: *const bf16,
     lower: *const bf16,
@@ -138,8 +141,9 @@ impl Tiles {
     }
 }
 
-/// Asks for eight lines, `$ahead` bytes behind `b`, for the L1 cache: a strip stays there, panels come from L2. A step has four of these, for all lines of the
-/// panel's step after the next one; `b` moves on by a step after the first.
+/// Asks for eight lines, `$ahead` bytes behind `b`, for the L1 cache: a strip stays there, panels
+/// come from L2. A step has four of these, for all lines of the panel's step after the next one;
+/// `b` moves on by a step after the first.
 macro_rules! fetch {
     ($ahead:literal) => {
         concat!(
@@ -158,7 +162,8 @@ macro_rules! fetch {
     };
 }
 
-/// Every operand of the next step is loaded as soon as the last product with its predecessor is under way.
+/// Every operand of the next step is loaded as soon as the last product with its predecessor is
+/// under way.
 unsafe fn whole<const SECOND: usize>(
     steps: usize,
     strip: Tiles,
@@ -376,8 +381,8 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
     }
 }
 
-/// Register i of the result holds 16 bits from byte 2·i of each of 32 rows that lie `row` bytes apart. As with
-/// [`super::lanes::transposed`], loads put quarters of registers where they belong.
+/// Register i of the result holds 16 bits from byte 2·i of each of 32 rows that lie `row` bytes
+/// apart. As with [`super::lanes::transposed`], loads put quarters of registers where they belong.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transposed_words(from: *const u8, row: usize) -> [__m512i; 8] {

@@ -1,4 +1,5 @@
-//! The tile registers of AMX: how they are set up, and given back; and what micro-kernels made of them share.
+//! The tile registers of AMX: how they are set up, and given back; and what micro-kernels made of
+//! them share.
 
 use std::arch::asm;
 

@@ -173,7 +173,8 @@ impl<W: Work> Work for Asking<W> {
     }
 }
 
-/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the distance of their rows. Does a share of `work` for every row.
+/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the
+/// distance of their rows. Does a share of `work` for every row.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     k: usize,
@@ -217,7 +218,8 @@ unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     }
 }
 
-/// [`Kernel::skinny`] of up to eight columns. Memory behind them is asked for, line by line, as it lies.
+/// [`Kernel::skinny`] of up to eight columns. Memory behind them is asked for, line by line, as it
+/// lies.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
     k: usize,
@@ -271,8 +273,9 @@ unsafe fn load<E: Elem<Acc = f32>>(from: *const E) -> __m256 {
     }
 }
 
-/// Eight elements along each of up to eight `lines` of memory that lie `line` elements apart, of which so many `elements` are left: vector i of the
-/// result holds the i-th of every line, and 0 for missing lines and behind the last element.
+/// Eight elements along each of up to eight `lines` of memory that lie `line` elements apart, of
+/// which so many `elements` are left: vector i of the result holds the i-th of every line, and 0
+/// for missing lines and behind the last element.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn along<E: Elem<Acc = f32>>(
@@ -295,8 +298,8 @@ unsafe fn along<E: Elem<Acc = f32>>(
             };
         }
     }
-    // Pairs, then fours within halves of vectors, then the halves. (Loops: closures within `from_fn` were called one by one, since that has not their
-    // instructions.)
+    // Pairs, then fours within halves of vectors, then the halves. (Loops: closures within
+    // `from_fn` were called one by one, since that has not their instructions.)
     let mut pairs = x;
     for i in (0..LANES).step_by(2) {
         (pairs[i], pairs[i + 1]) =

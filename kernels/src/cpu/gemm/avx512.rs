@@ -40,7 +40,8 @@ impl<E: Lanes> Kernel<E> for Avx512 {
         if !is_intel() {
             return zen;
         }
-        // Intel's cores lose 4 to 9% of weight gradients to longer blocks, AMD's gain from them (docs/benchmarks, bfc0c68 and 31c48f2).
+        // Intel's cores lose 4 to 9% of weight gradients to longer blocks, AMD's gain from them
+        // (docs/benchmarks, bfc0c68 and 31c48f2).
         Blocking { kc: 384, once: 768, in_place: InPlace::ALONE, ..zen }
     }
 
@@ -217,7 +218,8 @@ unsafe fn pack<E: Lanes, const R: usize>(m: Mat<*const E>, width: usize, k: usiz
     }
 }
 
-/// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read row by row, and those of the next piece asked for.
+/// As [`Kernel::pack_strips`]. Rows of memory in which strips lie side by side are read row by row,
+/// and those of the next piece asked for.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack_all<E: Lanes, const R: usize>(
     m: Mat<*const E>,

@@ -1,6 +1,8 @@
-//! The micro-kernel that AVX-512 and AVX-512 BF16 share: 14 × 32, 28 sums, two vectors of B and a broadcast word of A in 32 registers.
+//! The micro-kernel that AVX-512 and AVX-512 BF16 share: 14 × 32, 28 sums, two vectors of B and a
+//! broadcast word of A in 32 registers.
 //!
-//! A word is what a lane of B is multiplied with: an f32, or a pair of bf16 along the inner dimension.
+//! A word is what a lane of B is multiplied with: an f32, or a pair of bf16 along the inner
+//! dimension.
 
 use std::arch::x86_64::*;
 
@@ -33,7 +35,8 @@ macro_rules! by_rows {
 }
 pub(super) use by_rows;
 
-/// [`super::kernel::Kernel::tile`] of whatever strip and interleaved, where `$word` makes words of `$e`.
+/// [`super::kernel::Kernel::tile`] of whatever strip and interleaved, where `$word` makes words of
+/// `$e`.
 macro_rules! any_tile {
     ($rows:expr, $strip:expr, $interleaved:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
         let (words, panel, from, to, ahead) = ($words, $panel, $from, $to, $ahead);
@@ -84,14 +87,16 @@ pub trait Word<E> {
     /// Rows of memory that make a word.
     const ROWS: usize;
 
-    /// Words of the rows at `from` and, where there are two, `row` elements behind it; 0 where `mask` does not select.
+    /// Words of the rows at `from` and, where there are two, `row` elements behind it; 0 where
+    /// `mask` does not select.
     ///
     /// # Safety
     /// The machine has the kernel's instruction set; what `mask` selects can be read.
     unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
 
-    /// Words along up to sixteen lines of memory that lie `line` elements apart, of which so many `elements` are left: register i of the result
-    /// holds the i-th word of every line, and 0 for missing lines and behind the last element.
+    /// Words along up to sixteen lines of memory that lie `line` elements apart, of which so many
+    /// `elements` are left: register i of the result holds the i-th word of every line, and 0 for
+    /// missing lines and behind the last element.
     ///
     /// # Safety
     /// As [`Word::words`], for those elements.
@@ -120,9 +125,9 @@ pub trait Word<E> {
     }
 }
 
-/// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `M` multiplies, adds and
-/// rounds. Between shares of the inner dimension, as many as there are rows, it asks for a row of what comes next, and does a share of `work`; after each word
-/// a step of it.
+/// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `M`
+/// multiplies, adds and rounds. Between shares of the inner dimension, as many as there are rows,
+/// it asks for a row of what comes next, and does a share of `work`; after each word a step of it.
 macro_rules! tiles {
     ($features:literal) => {
         #[inline(always)]
@@ -170,7 +175,8 @@ macro_rules! tiles {
                     read.lines().into_iter().for_each(crate::tensor::simd::prefetch);
                     added.lines().into_iter().for_each(crate::tensor::simd::prefetch);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
-                    // What was asked for two tiles ago has left L1 since, and stores wait for each other.
+                    // What was asked for two tiles ago has left L1 since, and stores wait for each
+                    // other.
                     if 2 * r >= ROWS {
                         [2 * r - ROWS, 2 * r + 1 - ROWS]
                             .into_iter()
@@ -202,7 +208,8 @@ macro_rules! tiles {
                         }
                     }
                     To::Rounded { to, stride, add, add_stride } => {
-                        // By way of memory, so that the loop around long roundings, which the compiler leaves one, does not keep the sums there all the time.
+                        // By way of memory, so that the loop around long roundings, which the
+                        // compiler leaves one, does not keep the sums there all the time.
                         let mut rows = [[0.0f32; NR]; ROWS];
                         for r in 0..ROWS {
                             _mm512_storeu_ps(rows[r].as_mut_ptr(), sums[r][0]);
@@ -228,8 +235,8 @@ macro_rules! tiles {
 }
 pub(super) use tiles;
 
-/// Defines `skinny`: [`super::kernel::Kernel::skinny`] of columns of which `W` makes words. Sums of sixteen columns, sixteen words of those and a
-/// broadcast word of A are in registers.
+/// Defines `skinny`: [`super::kernel::Kernel::skinny`] of columns of which `W` makes words. Sums of
+/// sixteen columns, sixteen words of those and a broadcast word of A are in registers.
 macro_rules! skinny {
     ($features:literal) => {
         #[inline(always)]

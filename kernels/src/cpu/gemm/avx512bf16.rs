@@ -1,6 +1,8 @@
-//! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of [`super::avx512_common`].
+//! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of
+//! [`super::avx512_common`].
 //!
-//! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever MXCSR says.
+//! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever
+//! MXCSR says.
 
 use std::arch::x86_64::*;
 
@@ -266,7 +268,8 @@ unsafe fn pack_all<const R: usize>(
     }
 }
 
-/// As [`Kernel::pack_strips`], of strips side by side in rows of memory, which are read two by two; those of the next piece are asked for.
+/// As [`Kernel::pack_strips`], of strips side by side in rows of memory, which are read two by two;
+/// those of the next piece are asked for.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack_rows<const R: usize>(
     Mat(from, _, column): Mat<*const bf16>,

@@ -1,7 +1,8 @@
 //! Numbers as sums of bf16, and strips and panels of such parts for [`super::amx_split`].
 //!
-//! An f32 has 24 significant bits, as three bf16 of 8 have together: `x = high + middle + low` exactly, the first two the nearest bf16 to what is left (which is
-//! positive or negative, so each part has one bit more than it shows). An f16 has 11 bits, and two parts.
+//! An f32 has 24 significant bits, as three bf16 of 8 have together: `x = high + middle + low`
+//! exactly, the first two the nearest bf16 to what is left (which is positive or negative, so each
+//! part has one bit more than it shows). An f16 has 11 bits, and two parts.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -39,8 +40,9 @@ impl SplitBf16 for f16 {
     type Packed = [bf16; 2];
 }
 
-/// Takes the nearest bf16, ties away from 0, off each of sixteen numbers, and returns it, as an f32. (Integers suffice for that, where conversions occupy the
-/// port of shuffles. A NaN remains in `numbers`.)
+/// Takes the nearest bf16, ties away from 0, off each of sixteen numbers, and returns it, as an
+/// f32. (Integers suffice for that, where conversions occupy the port of shuffles. A NaN remains in
+/// `numbers`.)
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn take(numbers: &mut __m512) -> __m512i {
@@ -98,7 +100,8 @@ unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
     let high_half = _mm512_set1_epi32(!0xffff);
     let parts = parts_of::<E>(even, odd);
     for (p, &[even, odd]) in parts.iter().enumerate().take(E::PARTS) {
-        // The last part of a number below 2⁻¹⁰² is subnormal and has bits in its low half, too. They are less than 2⁻¹³³.
+        // The last part of a number below 2⁻¹⁰² is subnormal and has bits in its low half, too.
+        // They are less than 2⁻¹³³.
         let even = _mm512_srli_epi32::<16>(even);
         let pairs = _mm512_ternarylogic_epi32::<FIRST_OR_SECOND_AND_THIRD>(even, odd, high_half);
         // SAFETY: the caller's promise.
@@ -106,8 +109,8 @@ unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
     }
 }
 
-/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, with zeros beyond: of its [`UNITS`] those that are named. Asks for the
-/// piece that begins at `next`, which lies alike.
+/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, with zeros beyond: of its
+/// [`UNITS`] those that are named. Asks for the piece that begins at `next`, which lies alike.
 ///
 /// # Safety
 /// The machine has AVX-512; `a` can be read, `to` has room for a piece and begins a cache line.
@@ -166,7 +169,8 @@ pub unsafe fn pack_rows<E: SplitBf16>(
     }
 }
 
-/// Packs `width` ≤ 32 rows of `k` ≤ 32 columns of `m` as `[part][16][32][2]`, pairs along the inner dimension, with zeros beyond, as [`pack_rows`].
+/// Packs `width` ≤ 32 rows of `k` ≤ 32 columns of `m` as `[part][16][32][2]`, pairs along the inner
+/// dimension, with zeros beyond, as [`pack_rows`].
 ///
 /// # Safety
 /// As [`pack_rows`].
@@ -241,7 +245,8 @@ fn distance<E>(from: *const E, to: *const E) -> usize {
     to.addr().wrapping_sub(from.addr())
 }
 
-/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for those `ahead` bytes behind.
+/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for
+/// those `ahead` bytes behind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn part_of_row<E: Lanes>(
@@ -259,7 +264,8 @@ unsafe fn part_of_row<E: Lanes>(
     }
 }
 
-/// Column `i` of `k` of sixteen rows that lie side by side, of which `mask` selects; zeros beyond. Asks for what lies `ahead` bytes behind.
+/// Column `i` of `k` of sixteen rows that lie side by side, of which `mask` selects; zeros beyond.
+/// Asks for what lies `ahead` bytes behind.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn part_of_column<E: Lanes>(

@@ -35,7 +35,8 @@ pub struct ThreadBuffers {
     pub panels: Buffer,
     /// Unfinished sums.
     pub sums: Buffer,
-    /// Whether others read these strips or panels, so that nothing may be written there before the product is computed.
+    /// Whether others read these strips or panels, so that nothing may be written there before the
+    /// product is computed.
     pub lent: bool,
     /// Strips and panels that were lent.
     aside: Vec<[Buffer; 2]>,

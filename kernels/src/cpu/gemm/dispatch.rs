@@ -17,7 +17,8 @@ pub trait WithKernel {
     unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self);
 }
 
-/// Runs `what` with the kernel of `isa` for operands of `E` and results of `C`, which is `E` or f32.
+/// Runs `what` with the kernel of `isa` for operands of `E` and results of `C`, which is `E` or
+/// f32.
 ///
 /// # Safety
 /// What `what` asks for, and the machine must have the instruction set.

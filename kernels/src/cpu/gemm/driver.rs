@@ -53,12 +53,14 @@ impl First {
 pub struct Target<C> {
     pub dst: Mat<*mut C>,
     pub first: First,
-    /// Added to the finished sums: a matrix of dst's shape, whose columns are contiguous, and the distance of its rows.
+    /// Added to the finished sums: a matrix of dst's shape, whose columns are contiguous, and the
+    /// distance of its rows.
     pub plus: Option<(*const C, usize)>,
     pub scale: f32,
 }
 
-/// Rows and columns of the product that one thread computes at a time, from columns of A's inner dimension that are packed.
+/// Rows and columns of the product that one thread computes at a time, from columns of A's inner
+/// dimension that are packed.
 pub struct Region {
     pub rows: Range<usize>,
     pub columns: Range<usize>,
@@ -68,7 +70,8 @@ pub struct Region {
     pub is_last: bool,
 }
 
-/// Where unfinished sums of a region lie: tile (strip, panel) at `at + (strip · panels + panel) · MR · NR`.
+/// Where unfinished sums of a region lie: tile (strip, panel) at `at + (strip · panels + panel) ·
+/// MR · NR`.
 #[derive(Clone, Copy)]
 pub struct Sums {
     pub at: *mut f32,
@@ -109,7 +112,8 @@ pub struct Panels<P> {
     pub turns: Turns,
 }
 
-/// Places that strips, or panels, take in turn: one more than these bits, a power of two, or as many as there are.
+/// Places that strips, or panels, take in turn: one more than these bits, a power of two, or as
+/// many as there are.
 #[derive(Clone, Copy)]
 pub struct Turns(usize);
 
@@ -147,7 +151,8 @@ pub struct Strips<E, P> {
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
-    /// Packs what `K` does not read in `a` itself: nothing but rows that make no whole strip, or all.
+    /// Packs what `K` does not read in `a` itself: nothing but rows that make no whole strip, or
+    /// all.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for those strips.
@@ -180,8 +185,8 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         }
     }
 
-    /// The lines of a row of `k` elements, and how many of them are fetched while one of `panels` panels is used: all of them while all are,
-    /// where there are panels enough.
+    /// The lines of a row of `k` elements, and how many of them are fetched while one of `panels`
+    /// panels is used: all of them while all are, where there are panels enough.
     fn lines(k: usize, panels: usize) -> (usize, usize) {
         let lines = (k * size_of::<E>()).div_ceil(LINE).max(1);
         (lines, lines.div_ceil(panels.max(1)).min(2))
@@ -218,7 +223,8 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
     let step = K::NR * if b.2 == 1 { TOGETHER } else { 1 };
     let piece = |i: usize, c: usize| {
         if b.2 != 1 {
-            // Lines of as many columns are more than hardware follows; those of the next panel come while this one is packed.
+            // Lines of as many columns are more than hardware follows; those of the next panel come
+            // while this one is packed.
             for next in c + step..(c + 2 * step).min(columns) {
                 (0..PIECE * size_of::<E>())
                     .step_by(LINE)
@@ -273,11 +279,13 @@ fn pieces(
     }
 }
 
-/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete. Before each strip, or panel, `keep` is told the rows, or columns, that are left,
-/// and says where those end that are to be computed.
+/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete.
+/// Before each strip, or panel, `keep` is told the rows, or columns, that are left, and says where
+/// those end that are to be computed.
 ///
 /// # Safety
-/// Strips and panels hold the region, or will when they are used; the rest as [`super::workers::run`].
+/// Strips and panels hold the region, or will when they are used; the rest as
+/// [`super::workers::run`].
 pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(
     target: &Target<C>,
     region: &Region,
@@ -364,12 +372,14 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             let interleaved = unsafe { packing.tile(o, (i, inner)) };
             let read = strips.ahead(strip, s + 1 == down, K::MR, lines, p);
             let ahead = Ahead { written, added, read };
-            // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere in between.
+            // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere
+            // in between.
             let is_whole = K::leaves_other_rows(rows) && columns == K::NR;
             let (in_place, rounds) = (in_place && is_whole, rounds && is_whole);
             let (to, sums) = (dst_tile(s, p), (sums_tile(s, p), K::NR));
             let tile = (to.cast::<f32>(), row_stride);
-            // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the kernel leaves other rows.
+            // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the
+            // kernel leaves other rows.
             unsafe {
                 let from = match first {
                     _ if !region.is_first => (sums.0.cast_const(), sums.1),

@@ -1,4 +1,5 @@
-//! What micro-kernels of x86-64 do between their products ([`super::kernel::Interleaved`]): packing what comes next, or asking for it.
+//! What micro-kernels of x86-64 do between their products ([`super::kernel::Interleaved`]): packing
+//! what comes next, or asking for it.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;

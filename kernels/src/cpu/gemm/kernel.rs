@@ -1,28 +1,34 @@
 //! What an instruction set brings: a micro-kernel, and the panels it reads.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // only micro-kernels of x86-64 ask for memory, or do interleaved
+// only micro-kernels of x86-64 ask for memory, or do interleaved
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 use super::Mat;
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 
-/// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels are made of pieces of it.
+/// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels
+/// are made of pieces of it.
 pub const PIECE: usize = 32;
 
 /// Tasks that read A where it lies, through the cache that panels and unfinished sums are in, too.
 #[derive(Clone, Copy, Debug)]
 pub struct InPlace {
-    /// Whether panels are packed ahead of their use, where that [pays](super::lookahead::pays); else before it, by the task that uses them.
+    /// Whether panels are packed ahead of their use, where that [pays](super::lookahead::pays);
+    /// else before it, by the task that uses them.
     pub packs_ahead: bool,
     /// Most unfinished sums of a task.
     pub sums: usize,
 }
 
 impl InPlace {
-    /// Overlap a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048 rows lose 0.5 to 1% on Zen 4.)
+    /// Overlap a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048
+    /// rows lose 0.5 to 1% on Zen 4.)
     pub const AHEAD: Self = Self { packs_ahead: true, sums: 128 << 10 };
-    /// Overlap one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is read once for each few: that, and packing between tiles, costs forward products there 3 to 5%. Fewer
-    /// sums are of fewer rows than a thread has, for each of which all panels are packed again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
+    /// Overlap one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is
+    /// read once for each few: that, and packing between tiles, costs forward products there 3 to
+    /// 5%. Fewer sums are of fewer rows than a thread has, for each of which all panels are packed
+    /// again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
     pub const ALONE: Self = Self { packs_ahead: false, sums: 400 << 10 };
 }
 
@@ -31,21 +37,24 @@ impl InPlace {
 pub struct Blocking {
     /// Inner dimension of a block, a multiple of [`PIECE`].
     pub kc: usize,
-    /// The longest inner dimension, a multiple of [`PIECE`] and at least `kc`, that is one block: then no sums are put aside, which pays for operands that are a
-    /// little too large for their caches.
+    /// The longest inner dimension, a multiple of [`PIECE`] and at least `kc`, that is one block:
+    /// then no sums are put aside, which pays for operands that are a little too large for their
+    /// caches.
     pub once: usize,
     /// Most rows of a task: its A (mc × kc) is to stay in L2.
     pub mc: usize,
     /// Most columns of a task: its B (kc × nc) is to stay in L2.
     pub nc: usize,
-    /// As `nc`, of tasks whose thread packs its panels by itself; half as much again as L2 holds did no harm where kernels have what they need next fetched.
+    /// As `nc`, of tasks whose thread packs its panels by itself; half as much again as L2 holds
+    /// did no harm where kernels have what they need next fetched.
     pub nc_alone: usize,
-    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner dimension or A is read in place, so that a panel is in
-    /// the caches of the thread that uses it.
+    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner
+    /// dimension or A is read in place, so that a panel is in the caches of the thread that uses
+    /// it.
     pub panels_alone: bool,
     pub in_place: InPlace,
-    /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those of the whole inner dimension
-    /// take no more.
+    /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those
+    /// of the whole inner dimension take no more.
     pub whole: usize,
     /// Floating-point operations below which a second thread costs more than it saves.
     pub alone: usize,
@@ -65,7 +74,8 @@ pub enum Strip<E, P> {
 pub enum To<E> {
     /// The sums themselves, and the distance of their rows.
     Sums(*mut f32, usize),
-    /// All NR columns, rounded once, and the distance of their rows; before that `add` is added, unless that is null. For a kernel that [`Kernel::ROUNDS`].
+    /// All NR columns, rounded once, and the distance of their rows; before that `add` is added,
+    /// unless that is null. For a kernel that [`Kernel::ROUNDS`].
     Rounded { to: *mut E, stride: usize, add: *const E, add_stride: usize },
 }
 
@@ -84,7 +94,8 @@ impl<E> To<E> {
         };
         // `_mm_prefetch` asks to write only where the compiler is told that every machine can.
         let ask = |line: *mut u8| {
-            // SAFETY: it is no access, and machines that cannot ask to write, none of which has AVX-512, do nothing.
+            // SAFETY: it is no access, and machines that cannot ask to write, none of which has
+            // AVX-512, do nothing.
             unsafe {
                 std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly))
             };
@@ -105,7 +116,8 @@ impl<E> To<E> {
     }
 }
 
-/// How a kernel computes products of few rows whose columns lie in memory one behind the other ([`super::skinny`]).
+/// How a kernel computes products of few rows whose columns lie in memory one behind the other
+/// ([`super::skinny`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Skinny {
     AsOthers,
@@ -130,11 +142,13 @@ pub struct Ahead {
 #[derive(Clone, Copy, Debug)]
 pub enum Interleaved<E, P> {
     Pack(Pack<E, P>),
-    /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for strips that are not packed.
+    /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for
+    /// strips that are not packed.
     Fetch(Next, usize),
 }
 
-/// Packing of a part of a strip or a panel that lies as [`Kernel::packs_beside`] says; for packed strips.
+/// Packing of a part of a strip or a panel that lies as [`Kernel::packs_beside`] says; for packed
+/// strips.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<E, P> {
     /// Rows of A, or columns of B as rows, along the inner dimension.
@@ -186,8 +200,9 @@ pub fn packed<E, P>(strip: Strip<E, P>) -> *const P {
 
 /// A micro-kernel for tiles of C of MR × NR, of operands stored as `E`, with sums in f32.
 ///
-/// A *strip* of A holds MR rows, a *panel* of B NR columns, padded with zeros up to those and, along the inner dimension, to a
-/// multiple of KQ. How elements lie within a piece is the kernel's business; pieces lie one behind the other.
+/// A *strip* of A holds MR rows, a *panel* of B NR columns, padded with zeros up to those and,
+/// along the inner dimension, to a multiple of KQ. How elements lie within a piece is the kernel's
+/// business; pieces lie one behind the other.
 pub trait Kernel<E: Elem<Acc = f32>> {
     /// What panels are made of.
     type Packed: Copy;
@@ -195,13 +210,15 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     const NR: usize;
     const KQ: usize;
 
-    /// Sizes of blocks. Where they differ between machines of one instruction set, no sum depends on them: each goes on where it was put aside.
+    /// Sizes of blocks. Where they differ between machines of one instruction set, no sum depends
+    /// on them: each goes on where it was put aside.
     fn blocking() -> Blocking;
 
     /// Packs `rows` ≤ MR rows of `k` ≤ [`PIECE`] columns into a piece of a strip.
     ///
     /// # Safety
-    /// The machine has the instruction set; `a` can be read, and `to` has MR · (`k` rounded up to KQ) elements.
+    /// The machine has the instruction set; `a` can be read, and `to` has MR · (`k` rounded up to
+    /// KQ) elements.
     unsafe fn pack_a(a: Mat<*const E>, rows: usize, k: usize, to: *mut Self::Packed);
 
     /// Packs `k` ≤ [`PIECE`] rows of `columns` ≤ NR columns into a piece of a panel.
@@ -244,12 +261,14 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         }
     }
 
-    /// Whether [`Kernel::tile`] can, and should, read whole strips of this A where it lies; `k` is a multiple of KQ.
+    /// Whether [`Kernel::tile`] can, and should, read whole strips of this A where it lies; `k` is
+    /// a multiple of KQ.
     fn reads_rows(_: Mat<*const E>) -> bool {
         false
     }
 
-    /// Whether [`Kernel::tile`] asks for [`Ahead::added`], between its products: asked for all at once, some thirty lines hold the products up.
+    /// Whether [`Kernel::tile`] asks for [`Ahead::added`], between its products: asked for all at
+    /// once, some thirty lines hold the products up.
     const ASKS_FOR_ADDED: bool = false;
 
     /// Whether [`Kernel::tile`] does interleaved.
@@ -260,15 +279,17 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         false
     }
 
-    /// Whether [`Kernel::tile`] writes rounded elements, too: out of registers, which saves writing sums and reading them again.
+    /// Whether [`Kernel::tile`] writes rounded elements, too: out of registers, which saves writing
+    /// sums and reading them again.
     const ROUNDS: bool = false;
 
-    /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that is null. `k` is a multiple of
-    /// KQ. Rows from `rows` to MR are written too unless [`Kernel::leaves_other_rows`].
-    /// A strip that is not packed has MR rows.
+    /// `to [rows, NR] = strip · panel`, plus `from` (with a row stride, which may be 0) unless that
+    /// is null. `k` is a multiple of KQ. Rows from `rows` to MR are written too unless
+    /// [`Kernel::leaves_other_rows`]. A strip that is not packed has MR rows.
     ///
     /// # Safety
-    /// The machine has the instruction set, the thread is within [`Kernel::enter`], and the memory is as said.
+    /// The machine has the instruction set, the thread is within [`Kernel::enter`], and the memory
+    /// is as said.
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -283,7 +304,8 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.
     fn leaves_other_rows(rows: usize) -> bool;
 
-    /// `to [rows, columns] = scale · sums` (row stride NR), plus `add` unless that is null, which may be `to` itself; columns of both are contiguous.
+    /// `to [rows, columns] = scale · sums` (row stride NR), plus `add` unless that is null, which
+    /// may be `to` itself; columns of both are contiguous.
     ///
     /// # Safety
     /// The machine has the instruction set, and the memory is as said.
@@ -299,7 +321,8 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// How products of few rows are computed.
     const THIN: Skinny = Skinny::AsOthers;
 
-    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::skinny`] reads them, with zeros up to a multiple of KQ.
+    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::skinny`] reads them, with zeros
+    /// up to a multiple of KQ.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for one row.
@@ -307,9 +330,10 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         unreachable!("the kernel did not say that it reads columns")
     }
 
-    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::skinny::ROWS) rows and NR columns of `k` elements each, both where they lie, with terms in the order
-    /// of [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and columns `b.1` elements apart. Rows of `sums` are NR
-    /// apart.
+    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::skinny::ROWS) rows and NR
+    /// columns of `k` elements each, both where they lie, with terms in the order of
+    /// [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and
+    /// columns `b.1` elements apart. Rows of `sums` are NR apart.
     ///
     /// # Safety
     /// The machine has the instruction set, and the memory is as said.

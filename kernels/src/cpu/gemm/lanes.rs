@@ -1,4 +1,5 @@
-//! Sixteen elements of a storage type in an AVX-512 register of f32, and the transposition of sixteen such registers.
+//! Sixteen elements of a storage type in an AVX-512 register of f32, and the transposition of
+//! sixteen such registers.
 
 use std::arch::x86_64::*;
 
@@ -98,7 +99,8 @@ pub fn first(n: usize) -> u16 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    // Pairs of 32 bits, then of 64 bits, within quarters of registers; then the quarters themselves.
+    // Pairs of 32 bits, then of 64 bits, within quarters of registers; then the quarters
+    // themselves.
     let mut t = r;
     for i in 0..8 {
         t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -130,8 +132,9 @@ pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     out
 }
 
-/// Register i of the result holds 32 bits from byte 4·i of each of `rows` ≤ 16 rows that lie `row` bytes apart, and 0 for missing
-/// rows. Loads put quarters of registers where they belong, so that half of the shuffles of [`transpose`] do.
+/// Register i of the result holds 32 bits from byte 4·i of each of `rows` ≤ 16 rows that lie `row`
+/// bytes apart, and 0 for missing rows. Loads put quarters of registers where they belong, so that
+/// half of the shuffles of [`transpose`] do.
 ///
 /// # Safety
 /// The machine has AVX-512; 64 bytes of every row can be read.

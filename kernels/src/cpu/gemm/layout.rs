@@ -2,7 +2,8 @@
 
 use super::Mat;
 
-/// What rows are made of: packed words, or rows in A. A word is what a column of B is multiplied with.
+/// What rows are made of: packed words, or rows in A. A word is what a column of B is multiplied
+/// with.
 pub trait Layout: Copy {
     /// Row `r` of the present word.
     fn row(self, r: usize) -> *const f32;

@@ -1,6 +1,8 @@
-//! Panels packed ahead: while a task multiplies strips of A, read where they lie, with a few panels of B, the next few are packed, a piece before every
-//! so many tiles, out of memory that the tiles before it have asked for. That pays where packing waits for memory: where panels are columns that have to be
-//! turned, so that a piece is lines of many rows, and above all where B is too large for the caches.
+//! Panels packed ahead: while a task multiplies strips of A, read where they lie, with a few panels
+//! of B, the next few are packed, a piece before every so many tiles, out of memory that the tiles
+//! before it have asked for. That pays where packing waits for memory: where panels are columns
+//! that have to be turned, so that a piece is lines of many rows, and above all where B is too
+//! large for the caches.
 
 use std::ops::Range;
 
@@ -12,14 +14,18 @@ use super::plan::Blocks;
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 
-/// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits, whose pieces are half as many lines, packing ahead costs
-/// more than it saves (1 to 2% of a product of 2048 rows), since A is read once for every step.
+/// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits,
+/// whose pieces are half as many lines, packing ahead costs more than it saves (1 to 2% of a
+/// product of 2048 rows), since A is read once for every step.
 const FAR: usize = 4 << 20;
-/// Rows, at most, of a product in 16 bits that is over so soon that waiting for B, which other products have driven out of the nearest caches, is a good part of it (on Zen 4 a
-/// pipeline's microbatches of 512 rows gain 1% of a step; with 1024 it depends on the shape). Products of less than a strip, as when text is continued, were not measured.
+/// Rows, at most, of a product in 16 bits that is over so soon that waiting for B, which other
+/// products have driven out of the nearest caches, is a good part of it (on Zen 4 a pipeline's
+/// microbatches of 512 rows gain 1% of a step; with 1024 it depends on the shape). Products of less
+/// than a strip, as when text is continued, were not measured.
 const FEW_ROWS: usize = 512;
 
-/// Whether panels of B, of so many elements, are better packed ahead than before their task, in a product of so many rows.
+/// Whether panels of B, of so many elements, are better packed ahead than before their task, in a
+/// product of so many rows.
 pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(
     b: Mat<*const E>,
     elements: usize,
@@ -36,8 +42,8 @@ pub struct Step {
     pub block: usize,
 }
 
-/// The steps of a task of these `columns`: of a first panel and then of `group` panels of `nr` columns each, at most, all blocks. So only one panel is packed before any
-/// product is computed.
+/// The steps of a task of these `columns`: of a first panel and then of `group` panels of `nr`
+/// columns each, at most, all blocks. So only one panel is packed before any product is computed.
 pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) -> Vec<Step> {
     let first = columns.len().min(nr);
     let rest = (columns.len() - first).div_ceil(nr);

@@ -1,12 +1,14 @@
-//! Matrix multiplication of our own, blocked as in Goto and van de Geijn 2008 (*Anatomy of high-performance matrix
-//! multiplication*) with micro-kernels per instruction set as in BLIS (Van Zee and van de Geijn 2015).
+//! Matrix multiplication of our own, blocked as in Goto and van de Geijn 2008 (*Anatomy of
+//! high-performance matrix multiplication*) with micro-kernels per instruction set as in BLIS (Van
+//! Zee and van de Geijn 2015).
 //!
-//! [`gemm`] takes strided operands in any storage type and sums in f32 (f64 for f64); its result is in the storage type or in
-//! f32.
+//! [`gemm`] takes strided operands in any storage type and sums in f32 (f64 for f64); its result is
+//! in the storage type or in f32.
 //!
-//! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension depend on its length
-//! alone. So results depend neither on the number of threads nor on how rows or columns were cut into several products.
-//! bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
+//! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension
+//! depend on its length alone. So results depend neither on the number of threads nor on how rows
+//! or columns were cut into several products. bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal
+//! numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
 //! as sums of bf16 (`amx_split`), as exactly as by FMA but for the smallest numbers.
 
 #[cfg(target_arch = "x86_64")]
@@ -72,7 +74,8 @@ impl<T> Mat<*const T> {
         Self(self.0, self.2, self.1)
     }
 
-    /// The matrix whose element (0, 0) is this one's (`row`, `column`); need not be one that may be read.
+    /// The matrix whose element (0, 0) is this one's (`row`, `column`); need not be one that may be
+    /// read.
     fn at(self, row: usize, column: usize) -> Self {
         Self(self.0.wrapping_add(row * self.1 + column * self.2), self.1, self.2)
     }
@@ -90,7 +93,8 @@ pub enum Start<'a, E> {
 }
 
 impl<'a, E> Start<'a, E> {
-    /// The same elements under another name of their type; only the number of elements is kept for a type of another size.
+    /// The same elements under another name of their type; only the number of elements is kept for
+    /// a type of another size.
     fn cast<U>(self) -> Start<'a, U> {
         match self {
             Self::Zero => Start::Zero,
@@ -121,8 +125,8 @@ pub fn all_threads() -> Parallelism {
 /// `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` says.
 ///
 /// # Safety
-/// Every element of the three matrices must lie in memory that may be read (`a`, `b`) or written (`dst`) for the call,
-/// `dst` apart from the others.
+/// Every element of the three matrices must lie in memory that may be read (`a`, `b`) or written
+/// (`dst`) for the call, `dst` apart from the others.
 pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     shape: (usize, usize, usize),
     dst: Mat<*mut C>,
@@ -136,7 +140,8 @@ pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), None, a, b, scale, threads) }
 }
 
-/// As [`gemm`] with a scale of 1, plus a matrix of `dst`'s shape with contiguous columns and the given distance of its rows: rounded once, with the product.
+/// As [`gemm`] with a scale of 1, plus a matrix of `dst`'s shape with contiguous columns and the
+/// given distance of its rows: rounded once, with the product.
 ///
 /// # Safety
 /// As [`gemm`], also for `plus`.
@@ -195,7 +200,8 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
     unsafe { dispatch::with_kernel::<E, C, _>(isa, call.cast::<u8, u8>()) }
 }
 
-/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` and `plus` say, for `shape` (m, n, k).
+/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start`
+/// and `plus` say, for `shape` (m, n, k).
 pub struct Call<'a, E, C> {
     pub shape: (usize, usize, usize),
     pub dst: Mat<*mut C>,

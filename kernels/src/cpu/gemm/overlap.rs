@@ -1,5 +1,6 @@
-//! Packing beside products, of both operands: while a task multiplies one strip of A with all of its panels of B, the next strip is packed between the shares of its
-//! micro-kernels, a few words at a time, so that nobody waits for memory; or the other way round.
+//! Packing beside products, of both operands: while a task multiplies one strip of A with all of
+//! its panels of B, the next strip is packed between the shares of its micro-kernels, a few words
+//! at a time, so that nobody waits for memory; or the other way round.
 
 use std::ops::Range;
 
@@ -8,7 +9,8 @@ use super::driver::{Order, Panels, Strips, Turns, pack_panels, pack_strips};
 use super::kernel::{Interleaved, Kernel, Pack};
 use crate::tensor::element::Elem;
 
-/// Strips, or panels, that there is room for of the operand that is packed one by one: the one in use, and the next.
+/// Strips, or panels, that there is room for of the operand that is packed one by one: the one in
+/// use, and the next.
 const SLOTS: usize = 2;
 
 /// Whether the kernel packs these operands beside its products.
@@ -20,13 +22,14 @@ pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(
     K::DOES_CHORES && K::packs_beside(a) && K::packs_beside(b.t()) && k.is_multiple_of(K::KQ)
 }
 
-/// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed whole, and kept, while the first strip, or panel,
-/// of the longer one is used.
+/// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed
+/// whole, and kept, while the first strip, or panel, of the longer one is used.
 pub fn order(rows: usize, columns: usize) -> Order {
     if rows >= columns { Order::ByStrips } else { Order::ByPanels }
 }
 
-/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of `k`, computed in an order.
+/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of
+/// `k`, computed in an order.
 pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(
     rows: usize,
     columns: usize,
@@ -60,7 +63,8 @@ impl<E, P> Side<E, P> {
         self.width.div_ceil(self.unit)
     }
 
-    /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k` elements a row.
+    /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k`
+    /// elements a row.
     fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
         let (row, column) =
             if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
@@ -80,8 +84,8 @@ pub trait Overlap<E, P> {
     /// In which order the region's tiles are taken.
     fn order(&self) -> Order;
 
-    /// Before tile `inner` of `tiles` of strip, or panel, `outer`, in that order: packs what is due, and says what the kernel does while it
-    /// computes the tile.
+    /// Before tile `inner` of `tiles` of strip, or panel, `outer`, in that order: packs what is
+    /// due, and says what the kernel does while it computes the tile.
     ///
     /// # Safety
     /// Operands can be read, and their packed form written.
@@ -113,8 +117,8 @@ pub struct OverlapBoth<E, P> {
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> OverlapBoth<E, P> {
-    /// Of `rows` rows of A and `columns` columns of B, from the matrices' first elements on; `kept` says that the operand that is kept was
-    /// packed before.
+    /// Of `rows` rows of A and `columns` columns of B, from the matrices' first elements on; `kept`
+    /// says that the operand that is kept was packed before.
     pub fn new<K: Kernel<E, Packed = P>>(
         (a, rows): (Mat<*const E>, usize),
         (b, columns): (Mat<*const E>, usize),

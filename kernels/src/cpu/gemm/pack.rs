@@ -4,7 +4,8 @@ use super::Mat;
 use super::kernel::PIECE;
 use crate::tensor::element::Elem;
 
-/// Packs `width` ≤ R rows of `k` ≤ [`PIECE`] columns of `m` as `[k][R]`, with zeros from `width` on.
+/// Packs `width` ≤ R rows of `k` ≤ [`PIECE`] columns of `m` as `[k][R]`, with zeros from `width`
+/// on.
 ///
 /// # Safety
 /// `m` can be read, `to` has R · k elements.

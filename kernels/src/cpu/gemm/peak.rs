@@ -1,13 +1,15 @@
-//! What the instructions that products are made of can do at most: loops that touch registers alone.
+//! What the instructions that products are made of can do at most: loops that touch registers
+//! alone.
 //!
-//! No product of matrices is faster on a core, so its share of this says how much of the machine a kernel uses.
+//! No product of matrices is faster on a core, so its share of this says how much of the machine a
+//! kernel uses.
 
 use candle_core::DType;
 
 use crate::tensor::simd::Isa;
 
-/// Multiplications and additions that kernels of a type are made of on an instruction set: f16, and bf16 without instructions for it, are computed
-/// in f32; f32 and f16 on AMX in products of bf16.
+/// Multiplications and additions that kernels of a type are made of on an instruction set: f16, and
+/// bf16 without instructions for it, are computed in f32; f32 and f16 on AMX in products of bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Instruction {
     isa: Isa,

@@ -1,4 +1,5 @@
-//! How a product is cut: blocks of the inner dimension, phases that share panels of B, and tasks of a phase.
+//! How a product is cut: blocks of the inner dimension, phases that share panels of B, and tasks of
+//! a phase.
 
 use std::ops::Range;
 
@@ -6,36 +7,44 @@ use super::driver::Order;
 use super::kernel::{Blocking, PIECE};
 use super::overlap;
 
-/// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds beside other things.
+/// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds
+/// beside other things.
 const PANEL_BYTES: usize = 8 << 20;
-/// Columns that a phase has at least, if there are so many, so that each strip of A is packed for many columns.
+/// Columns that a phase has at least, if there are so many, so that each strip of A is packed for
+/// many columns.
 const PHASE_COLUMNS: usize = 1024;
-/// Panels, or strips, that are packed together: where they lie side by side in rows, rows are read in pieces long enough for the hardware to
-/// fetch ahead.
+/// Panels, or strips, that are packed together: where they lie side by side in rows, rows are read
+/// in pieces long enough for the hardware to fetch ahead.
 pub const TOGETHER: usize = 8;
-/// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level cache of 2 MiB. (With one of 1 MiB, half
-/// as many made no difference.)
+/// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level
+/// cache of 2 MiB. (With one of 1 MiB, half as many made no difference.)
 const SUMS_ALONE: usize = 256 << 10;
-/// What it costs to pack an element into panels that threads share, which are not in the thread's caches, and of A, where cache lines are
-/// cut at strips, for one packed into panels that stay in L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
+/// What it costs to pack an element into panels that threads share, which are not in the thread's
+/// caches, and of A, where cache lines are cut at strips, for one packed into panels that stay in
+/// L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
 const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
-/// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for operands.
+/// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for
+/// operands.
 const SUMS_BESIDE: usize = 320 << 10;
-/// What it costs to pack an element beside products, of the operand that is packed little by little; of the other one as much as alone.
+/// What it costs to pack an element beside products, of the operand that is packed little by
+/// little; of the other one as much as alone.
 const BESIDE_COST: f64 = 0.25;
-/// What it costs to read an element of A where it lies, out of the thread's caches, while it is multiplied: little, since it is fetched ahead.
+/// What it costs to read an element of A where it lies, out of the thread's caches, while it is
+/// multiplied: little, since it is fetched ahead.
 const READ_COST: f64 = 0.25;
-/// What it costs besides, once for every thread that reads it: rows of A, and of what is computed from them, are best left to the thread that made them (on Zen 4 products
-/// cut by rows although each thread has to pack all panels are 1 to 3% faster than those cut by columns).
+/// What it costs besides, once for every thread that reads it: rows of A, and of what is computed
+/// from them, are best left to the thread that made them (on Zen 4 products cut by rows although
+/// each thread has to pack all panels are 1 to 3% faster than those cut by columns).
 const READER_COST: f64 = 0.4;
-/// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes more.
+/// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes
+/// more.
 const STEP_BYTES: usize = 200 << 10;
 /// Tasks per thread from which on it does not matter whether all threads get as many.
 const MANY_TASKS: usize = 8;
 
-/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on nothing but `k` and the kernel's blocking, since
-/// it decides the order of summation.
+/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on
+/// nothing but `k` and the kernel's blocking, since it decides the order of summation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks {
     pub k: usize,
@@ -69,12 +78,14 @@ pub enum Packing {
     Overlap,
 }
 
-/// Columns × blocks of B whose panels are in memory together. First they are packed, then they are used.
+/// Columns × blocks of B whose panels are in memory together. First they are packed, then they are
+/// used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Phase {
     pub columns: Range<usize>,
     pub blocks: Range<usize>,
-    /// Numbers of the items that pack (by block, then by group of panels), among the items of all phases.
+    /// Numbers of the items that pack (by block, then by group of panels), among the items of all
+    /// phases.
     pub packing: Range<usize>,
     /// Numbers of the items that compute (by rows, then by columns).
     pub computing: Range<usize>,
@@ -89,7 +100,8 @@ pub enum Strategy {
     Alone,
     /// As `Alone`, beside the products ([`super::beside`]).
     Overlap,
-    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their use ([`super::lookahead`]).
+    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their
+    /// use ([`super::lookahead`]).
     Ahead { group: usize },
 }
 
@@ -180,7 +192,8 @@ impl Plan {
         }
     }
 
-    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner dimension, where a row of A costs `strip`.
+    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner
+    /// dimension, where a row of A costs `strip`.
     fn alone(
         (m, n): (usize, usize),
         (mr, nr): (usize, usize),
@@ -216,7 +229,8 @@ impl Plan {
                     }
                     _ => (columns, panels + strips),
                 };
-                // More tasks down cost more, but for an operand that is no longer the one that is kept, or threads that no longer share rows.
+                // More tasks down cost more, but for an operand that is no longer the one that is
+                // kept, or threads that no longer share rows.
                 let least = if packing == Packing::Overlap {
                     BESIDE_COST * panels
                 } else {

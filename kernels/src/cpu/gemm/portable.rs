@@ -7,7 +7,8 @@ use super::{Mat, pack};
 use crate::tensor::element::Elem;
 
 const MR: usize = 6;
-/// Sums of two vectors a row where there are 16 registers, of four where there are 32: cores of aarch64 with four units for FMA have sixteen sums on their way at a time.
+/// Sums of two vectors a row where there are 16 registers, of four where there are 32: cores of
+/// aarch64 with four units for FMA have sixteen sums on their way at a time.
 const NR: usize = if cfg!(target_arch = "aarch64") { 16 } else { 8 };
 
 pub struct Portable;
@@ -104,8 +105,9 @@ impl Unpacked for Portable {
     }
 }
 
-/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the distance of their rows. A function by itself: the compiler makes vectors
-/// of loops of known lengths, but within others' loops not always.
+/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the
+/// distance of their rows. A function by itself: the compiler makes vectors of loops of known
+/// lengths, but within others' loops not always.
 #[inline(never)]
 unsafe fn tile<const ROWS: usize, L: Layout>(
     k: usize,

@@ -1,8 +1,11 @@
-//! Products of few rows, as of text that is continued token by token: what they take is the time in which memory gives B.
+//! Products of few rows, as of text that is continued token by token: what they take is the time in
+//! which memory gives B.
 //!
-//! Columns that lie in memory one behind the other, as those of a linear layer's weight do, are read there, once, in the order in which they lie,
-//! and nothing of B is written again, but for pieces that stay in L1 where the kernel knows no other way. Terms are summed in the same order as
-//! those of any other product, so an element is the same bit for bit however many rows there are.
+//! Columns that lie in memory one behind the other, as those of a linear layer's weight do, are
+//! read there, once, in the order in which they lie, and nothing of B is written again, but for
+//! pieces that stay in L1 where the kernel knows no other way. Terms are summed in the same order
+//! as those of any other product, so an element is the same bit for bit however many rows there
+//! are.
 
 use std::ops::Range;
 
@@ -17,7 +20,8 @@ use crate::tensor::simd::prefetch;
 
 /// Most rows of a skinny product. Beyond some forty packing pays.
 const MOST_ROWS: usize = 32;
-/// Rows that are computed at a time; the others find B in L2. (More at a time, out of pieces of panels packed in L1, took up to 1.9 times as long.)
+/// Rows that are computed at a time; the others find B in L2. (More at a time, out of pieces of
+/// panels packed in L1, took up to 1.9 times as long.)
 pub const ROWS: usize = 8;
 
 /// Bytes of B that a task reads, about.
@@ -71,8 +75,8 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     });
 }
 
-/// The rows of A as [`Kernel::skinny`] reads them, and their distance: where they lie if that is so already, otherwise in `memory`; or a strip, where
-/// tiles are computed.
+/// The rows of A as [`Kernel::skinny`] reads them, and their distance: where they lie if that is so
+/// already, otherwise in `memory`; or a strip, where tiles are computed.
 ///
 /// # Safety
 /// The rows can be read.
@@ -172,7 +176,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
     }
 }
 
-/// As [`Kernel::skinny`], of a packed strip and, out of pieces of a panel that are packed in L1, of columns.
+/// As [`Kernel::skinny`], of a packed strip and, out of pieces of a panel that are packed in L1, of
+/// columns.
 ///
 /// # Safety
 /// As there; sums have MR rows.

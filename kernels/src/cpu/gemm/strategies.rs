@@ -1,4 +1,5 @@
-//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed for each, one function for each [`Strategy`].
+//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed
+//! for each, one function for each [`Strategy`].
 
 use std::ops::Range;
 
@@ -28,7 +29,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are written there, before the products or beside them.
+    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are
+    /// written there, before the products or beside them.
     unsafe fn block_by_block(
         &self,
         mut part: Part<K::Packed>,
@@ -153,7 +155,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept, or none but a tile's, unless it got them with the part. Its own stay where they are then,
+    /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept,
+    /// or none but a tile's, unless it got them with the part. Its own stay where they are then,
     /// since those of a part that it gave lie there.
     fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut ThreadBuffers) -> Sums {
         part.sums.unwrap_or_else(|| {
@@ -266,8 +269,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         let (columns, across) = self.columns_of(phase, part.task);
         let (panels_across, panels_in_phase) =
             (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
-        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay there too. Columns of A are packed
-        // for many strips at a time.
+        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay
+        // there too. Columns of A are packed for many strips at a time.
         let by_strips = self.sums.is_none() && self.plan.is_short && self.a.2 == 1;
         while !part.rows.is_empty() {
             let first_row = part.rows.start;

@@ -1,5 +1,6 @@
-//! Products of small f32 matrices that lie in the nearest caches, as attention's tiles do, on one thread: multiplied where they lie. Packed as other products'
-//! operands, each of which is used once or twice, they take twice as long.
+//! Products of small f32 matrices that lie in the nearest caches, as attention's tiles do, on one
+//! thread: multiplied where they lie. Packed as other products' operands, each of which is used
+//! once or twice, they take twice as long.
 
 use std::ops::Range;
 
@@ -17,7 +18,8 @@ pub trait Unpacked {
     /// Columns of a tile, at most [`COLUMNS`].
     const NR: usize;
 
-    /// `c [rows, NR] = a [rows, k] · b [k, NR]`, plus the old `c` where `add`; terms are added one after the other. `b` and `c` are given with the distance of their rows.
+    /// `c [rows, NR] = a [rows, k] · b [k, NR]`, plus the old `c` where `add`; terms are added one
+    /// after the other. `b` and `c` are given with the distance of their rows.
     ///
     /// # Safety
     /// The machine has the instruction set; the matrices can be read, and `c` written.
@@ -36,7 +38,8 @@ const ROWS: usize = 6;
 /// Inner dimension of columns that are copied, since they are fewer than a tile's.
 const COPIED: usize = 64;
 
-/// What queries see of a tile on the diagonal, and so what counts of a product with it; the rest may be left out.
+/// What queries see of a tile on the diagonal, and so what counts of a product with it; the rest
+/// may be left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CausalPart {
     /// Of row r of the result, the first n + r + 1 columns; others may be anything.
@@ -66,11 +69,13 @@ impl CausalPart {
     }
 }
 
-/// `dst [m, n] = a [m, k] · b [k, n]`, of which what is `seen` counts, plus the old `dst` where `accumulate`. `dst` and `b` are given with the distance of their rows,
-/// whose elements are contiguous.
+/// `dst [m, n] = a [m, k] · b [k, n]`, of which what is `seen` counts, plus the old `dst` where
+/// `accumulate`. `dst` and `b` are given with the distance of their rows, whose elements are
+/// contiguous.
 ///
 /// # Safety
-/// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from the others.
+/// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from
+/// the others.
 pub unsafe fn product(
     shape: (usize, usize, usize),
     seen: CausalPart,
@@ -204,7 +209,8 @@ mod tests {
                         .filter(|&(r, i)| !counts(r, i))
                         .for_each(|(r, i)| a[r * row + i * column] = 0.0);
                     let mut c = old.clone();
-                    // SAFETY: the callers have looked at the machine; the matrices are as long as said.
+                    // SAFETY: the callers have looked at the machine; the matrices are as long as
+                    // said.
                     unsafe {
                         let (a, b) = (Mat(a.as_ptr(), row, column), (b.as_ptr(), n + 1));
                         by_tiles::<K>((m, n, k), seen, (c.as_mut_ptr(), n + 5), accumulate, a, b);

@@ -1,7 +1,8 @@
 //! What a thread of a product that has nothing left to do gets from those that have.
 //!
-//! Threads of a machine that does other things, too, are not equally fast, and tasks are few where each has to pack operands of its own. So who
-//! still has rows to compute gives half of them away once another thread waits. NoOverlap is given, or paid for, while all have tasks.
+//! Threads of a machine that does other things, too, are not equally fast, and tasks are few where
+//! each has to pack operands of its own. So who still has rows to compute gives half of them away
+//! once another thread waits. NoOverlap is given, or paid for, while all have tasks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -22,8 +23,8 @@ pub fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Does `work`, for whose end other threads may wait and with whose memory they may compute. Should it panic, the process ends, rather than that they
-/// wait for ever or write to what was freed.
+/// Does `work`, for whose end other threads may wait and with whose memory they may compute. Should
+/// it panic, the process ends, rather than that they wait for ever or write to what was freed.
 pub fn or_end_process(work: impl FnOnce()) {
     struct End;
     impl Drop for End {
@@ -43,7 +44,8 @@ pub fn or_end_process(work: impl FnOnce()) {
 thread_local! {
     /// SplitBf16 that this thread gave away.
     pub static GIVEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-    /// Threads that seem to wait from the beginning for parts of products of this thread. What it gives to them it takes itself in the end.
+    /// Threads that seem to wait from the beginning for parts of products of this thread. What it
+    /// gives to them it takes itself in the end.
     pub static SEEMING: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
@@ -90,7 +92,8 @@ impl<P> WorkSharing<P> {
         true
     }
 
-    /// The next part, for a thread that has nothing else left; `None` once all is computed: `done`, and every part that was given.
+    /// The next part, for a thread that has nothing else left; `None` once all is computed: `done`,
+    /// and every part that was given.
     pub fn take(&self, done: impl Fn() -> bool) -> Option<P> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let mut taken = None;
@@ -124,7 +127,8 @@ mod tests {
         assert_eq!(sharing.take(|| true), None);
     }
 
-    /// Threads halve ranges as long as others wait; in the end every number was counted once, and all threads came back.
+    /// Threads halve ranges as long as others wait; in the end every number was counted once, and
+    /// all threads came back.
     #[test]
     fn every_part_is_computed_once_before_any_thread_leaves() {
         for threads in 1..6 {

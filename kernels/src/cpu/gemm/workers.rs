@@ -1,9 +1,10 @@
 //! The threads of a product, and what each of them computes.
 //!
-//! Threads draw numbered items ([`WorkQueue`]): of each phase first those that pack B, then those that compute tasks, for which a thread packs A
-//! by itself. Who draws an item waits until the items of all earlier stages are done; those are in the hands of threads that
-//! run, so a thread that comes late, or not at all, holds up nobody, and a product costs one fork and join. Once all items are drawn, threads
-//! that have none help those that do ([`WorkSharing`]).
+//! Threads draw numbered items ([`WorkQueue`]): of each phase first those that pack B, then those
+//! that compute tasks, for which a thread packs A by itself. Who draws an item waits until the
+//! items of all earlier stages are done; those are in the hands of threads that run, so a thread
+//! that comes late, or not at all, holds up nobody, and a product costs one fork and join. Once all
+//! items are drawn, threads that have none help those that do ([`WorkSharing`]).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +18,8 @@ use super::{Call, Mat, lookahead, overlap};
 use crate::tensor::element::Elem;
 use crate::tensor::parallel::{self, WorkQueue};
 
-/// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it, which costs as much as two strips.
+/// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it,
+/// which costs as much as two strips.
 const LEAST_STRIPS: usize = 8;
 /// Fewest tiles of which half is given to a thread that finds all packed.
 const LEAST_TILES: usize = 8;
@@ -88,7 +90,8 @@ where
     sharing: WorkSharing<Part<K::Packed>>,
 }
 
-/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps ([`super::lookahead`]), whose columns are its own.
+/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps
+/// ([`super::lookahead`]), whose columns are its own.
 #[derive(Clone)]
 pub struct Part<P> {
     /// Which one of its phase.
@@ -98,13 +101,15 @@ pub struct Part<P> {
     pub block: usize,
     /// Where the unfinished sums are, if there are any and another thread keeps them.
     pub sums: Option<Sums>,
-    /// The order of tiles, and the packed operand that is kept in it, if another thread has packed that of the last block, or step: panels from the first column
-    /// on, or strips from the first row on.
+    /// The order of tiles, and the packed operand that is kept in it, if another thread has packed
+    /// that of the last block, or step: panels from the first column on, or strips from the first
+    /// row on.
     pub packed: Option<(Order, *mut P)>,
 }
 
-// SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst, and read panels only after all were packed. The
-// sums of a part stay where they are until every part is computed.
+// SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst,
+// and read panels only after all were packed. The sums of a part stay where they are until every
+// part is computed.
 unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Workers<E, C, K> {}
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
@@ -160,8 +165,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         self.stages.last().is_none_or(|[_, computing]| computing.is_empty())
     }
 
-    /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the beginning of `block`. Its unfinished sums are at `sums`. These
-    /// are this thread's until all is computed, so nothing is given while it may draw another item.
+    /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the
+    /// beginning of `block`. Its unfinished sums are at `sums`. These are this thread's until all
+    /// is computed, so nothing is given while it may draw another item.
     pub fn halve(&self, part: &mut Part<K::Packed>, block: usize, sums: Sums) {
         if part.rows.len().div_ceil(K::MR) < LEAST_STRIPS {
             return;
@@ -173,8 +179,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         });
     }
 
-    /// As [`Workers::halve`] of `left` while the last block, or step, of a part is computed, in `order`, whose packed operand is kept at `packed`, from the part's first row
-    /// or column on, if tasks pack their own; then it is `lent`. Returns the end of what stays.
+    /// As [`Workers::halve`] of `left` while the last block, or step, of a part is computed, in
+    /// `order`, whose packed operand is kept at `packed`, from the part's first row or column on,
+    /// if tasks pack their own; then it is `lent`. Returns the end of what stays.
     pub fn halve_rest(
         &self,
         part: &Part<K::Packed>,
@@ -210,7 +217,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         })
     }
 
-    /// The end of what is kept of `all`, of which the second half, in whole units, is given to a thread that waits, if one does, as `part` says.
+    /// The end of what is kept of `all`, of which the second half, in whole units, is given to a
+    /// thread that waits, if one does, as `part` says.
     fn keep(
         &self,
         all: Range<usize>,

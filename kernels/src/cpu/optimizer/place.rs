@@ -75,7 +75,8 @@ impl Place<f32> for Nearest<'_> {
     }
 }
 
-/// One of the two neighbours in bf16, the one above if the value is further from the one below than the word's lower half, of 2¹⁶, says.
+/// One of the two neighbours in bf16, the one above if the value is further from the one below than
+/// the word's lower half, of 2¹⁶, says.
 pub(super) struct Random<'a>(&'a mut bf16, u32);
 
 impl Place<f32> for Random<'_> {

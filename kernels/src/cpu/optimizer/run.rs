@@ -15,7 +15,8 @@ use crate::tensor::view::View;
 
 /// What a step does.
 pub(super) trait Rule<T>: Sync {
-    /// Changes parameters `p` and state, by gradients `g`. All are equally long; `second` has none where the rule has one state.
+    /// Changes parameters `p` and state, by gradients `g`. All are equally long; `second` has none
+    /// where the rule has one state.
     fn step(
         &self,
         p: impl Iterator<Item = impl Place<T>>,
@@ -56,7 +57,8 @@ pub(super) fn step_f64(
     step_whole::<f64, f64, f64, _>(op, of, segment, rule)
 }
 
-/// Steps parameters, states being kept as `A` and `B`, and rounds the parameters of each block to the weights.
+/// Steps parameters, states being kept as `A` and `B`, and rounds the parameters of each block to
+/// the weights.
 fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<T>>(
     op: &'static str,
     &Operands { p, weight, g, first, second }: &Operands,
@@ -158,7 +160,8 @@ fn step_block<T, A: State<T>, B: State<T>>(
 
 type Slices<'a, P, W, T, A, B> = (&'a mut [P], &'a mut [W], &'a [T], &'a mut [A], &'a mut [B]);
 
-/// Calls `step` with blocks of each, in parallel: parameters, weights, gradients, first and second state; and how the block is rounded.
+/// Calls `step` with blocks of each, in parallel: parameters, weights, gradients, first and second
+/// state; and how the block is rounded.
 fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
     (p, weight, g, first, second): Slices<P, W, T, A, B>,
     segment: &Segment,

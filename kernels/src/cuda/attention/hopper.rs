@@ -91,7 +91,8 @@ fn backward_shared(consumers: usize, d: usize, element: usize) -> u32 {
     const STAGES: usize = 4;
     // Of narrow heads what stays does so for two pieces of work.
     let stays = if d == 64 { 2 } else { 1 };
-    // Tiles of two kinds that stay, and that come in turns; three numbers for each query of a tile; barriers; and the numbers of the pieces of work.
+    // Tiles of two kinds that stay, and that come in turns; three numbers for each query of a tile;
+    // barriers; and the numbers of the pieces of work.
     let tiles = 2 * (stays * consumers + STAGES);
     let statistics = (stays * consumers).max(STAGES) * 3 * ROWS * 4;
     (tiles * ROWS * d * element + statistics + 2 * (stays + STAGES) * 8 + stays * 4) as u32
@@ -154,7 +155,8 @@ impl Pass {
     ) -> Result<Vec<Self>> {
         let d = shape.head_dim;
         let of_head = 2 * s * d * element;
-        // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles of queries over the group's keys and values.
+        // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles
+        // of queries over the group's keys and values.
         let kernels = [
             ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
             (
@@ -191,10 +193,12 @@ impl Pass {
         let Geometry { s, b, shape } = geometry;
         let (d, tile) = (shape.head_dim, ROWS * shape.head_dim);
         let (sums, at) = gpu.output((turns(geometry), tile), DType::F32, op)?;
-        // Queries, gradients of outputs, and sums of f32. Smaller sections than elsewhere: sums that leave the second-level cache come back.
+        // Queries, gradients of outputs, and sums of f32. Smaller sections than elsewhere: sums
+        // that leave the second-level cache come back.
         let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
         let order = Order::new(op, gpu, s.div_ceil(OF_KEYS * ROWS), shape.groups * b, bytes, 3)?;
-        // Besides what the kernel for keys alone has: slants, rows on their way to memory, and barriers.
+        // Besides what the kernel for keys alone has: slants, rows on their way to memory, and
+        // barriers.
         let more = (2 * SLANTS + 1) * tile * element + (2 * SLANTS + 3 * TURNS) * 8;
         let shared = backward_shared(OF_KEYS, d, element) + more as u32;
         let pass = Self {
@@ -252,15 +256,16 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// In which order blocks that stay for many tiles take them: `Place` of `cuda/include/warpgroups.cuh`.
+/// In which order blocks that stay for many tiles take them: `Place` of
+/// `cuda/include/warpgroups.cuh`.
 struct Order {
     grid: [u32; 3],
     section: u32,
 }
 
 impl Order {
-    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common; a section has at least `pieces` of them for each multiprocessor, where
-    /// there are so many.
+    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common; a section has at
+    /// least `pieces` of them for each multiprocessor, where there are so many.
     fn new(
         op: &'static str,
         gpu: &Gpu,
@@ -271,8 +276,9 @@ impl Order {
     ) -> Result<Self> {
         let properties = gpu.properties()?;
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
-        // What a section reads is to fill half of the second-level cache, and its short tiles are to fill the time of its long ones on all
-        // multiprocessors. All sections are alike, since a last one of a few long tiles would leave most multiprocessors without work.
+        // What a section reads is to fill half of the second-level cache, and its short tiles are
+        // to fill the time of its long ones on all multiprocessors. All sections are alike, since a
+        // last one of a few long tiles would leave most multiprocessors without work.
         let cached = properties.l2 as usize / 2 / bytes.max(1);
         let balanced = (pieces * properties.multiprocessors as usize).div_ceil(tiles.max(1));
         let sections = (all / cached.max(balanced).max(1)).max(1);
@@ -303,7 +309,8 @@ pub(super) fn forward(
         2 * s * d * element / shape.heads_per_group,
         4,
     )?;
-    // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and four of each stage, and the number of the piece of work.
+    // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and
+    // four of each stage, and the number of the piece of work.
     let rows = 2 * queries + 2 * block.stages * KEYS;
     let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
     // The number of the next piece of work.

@@ -1,10 +1,11 @@
 //! Attention on a GPU: `cuda/attention_*.cu`.
 //!
-//! 16-bit tensors go through tensor cores in tiles of 64, 96, 128 or 256 columns, f32 through multiplications of f32; a head that is
-//! narrower than its tile is padded in shared memory.
+//! 16-bit tensors go through tensor cores in tiles of 64, 96, 128 or 256 columns, f32 through
+//! multiplications of f32; a head that is narrower than its tile is padded in shared memory.
 //!
-//! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are used where they can be ([`Kernels`]); the
-//! environment variable `MEGATRON_ATTENTION=mma` has the others used there, too, and `one-pass` has gradients of heads of 64 columns computed at once.
+//! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are
+//! used where they can be ([`Kernels`]); the environment variable `MEGATRON_ATTENTION=mma` has the
+//! others used there, too, and `one-pass` has gradients of heads of 64 columns computed at once.
 
 mod hopper;
 
@@ -23,7 +24,8 @@ use crate::{Error, Result};
 
 /// The widest head that there are kernels for.
 const WIDEST: usize = 256;
-/// Positions that a block of `attention_attend` takes, and heads that it weighs side by side: those of `cuda/attention_cached.cu`.
+/// Positions that a block of `attention_attend` takes, and heads that it weighs side by side: those
+/// of `cuda/attention_cached.cu`.
 const PIECE: usize = 256;
 const HEADS: usize = 8;
 
@@ -35,15 +37,17 @@ const VARIABLE: &str = "MEGATRON_ATTENTION";
 pub enum Kernels {
     /// Those for compute capability 8.0 and later (`mma.sync`), on every GPU.
     Mma,
-    /// On Hopper, for heads of 64 or 128 columns without dropout, by `wgmma` and tensor copies; else [`Kernels::Mma`].
+    /// On Hopper, for heads of 64 or 128 columns without dropout, by `wgmma` and tensor copies;
+    /// else [`Kernels::Mma`].
     Hopper,
-    /// As [`Kernels::Hopper`], but gradients of heads of 64 columns are computed in one pass rather than two, with sums of f32 of as many elements as the heads
-    /// in memory.
+    /// As [`Kernels::Hopper`], but gradients of heads of 64 columns are computed in one pass rather
+    /// than two, with sums of f32 of as many elements as the heads in memory.
     OnePass,
 }
 
 impl Kernels {
-    /// Those that `MEGATRON_ATTENTION` names, `mma`, `hopper` or `one-pass`; without it, [`Kernels::Hopper`]. Read once.
+    /// Those that `MEGATRON_ATTENTION` names, `mma`, `hopper` or `one-pass`; without it,
+    /// [`Kernels::Hopper`]. Read once.
     ///
     /// # Errors
     /// A message for the user if it names no kernels.
@@ -116,7 +120,8 @@ impl Prepared {
                 Error::shape(op, format!("{what} = {n} is too large for a GPU's kernel"))
             })
         };
-        // Lists of their own: under a graph samples are on the device, and the slopes have to be found as they were before.
+        // Lists of their own: under a graph samples are on the device, and the slopes have to be
+        // found as they were before.
         let list = |words: Vec<u32>| {
             let n = words.len();
             let list = constant(words, n, like.device())?;
@@ -173,7 +178,8 @@ impl Prepared {
     }
 }
 
-/// A kernel's tile: threads of a block, queries and keys of it, and how many rows of the tile's columns are in shared memory.
+/// A kernel's tile: threads of a block, queries and keys of it, and how many rows of the tile's
+/// columns are in shared memory.
 struct Tile {
     threads: u32,
     queries: usize,
@@ -264,7 +270,8 @@ pub(crate) fn forward(
     Ok((out, lse))
 }
 
-/// As [`crate::tensor::arguments::attention::attention_backward`], whose shapes were checked, and whether the gradients of rotated queries and keys were turned back.
+/// As [`crate::tensor::arguments::attention::attention_backward`], whose shapes were checked, and
+/// whether the gradients of rotated queries and keys were turned back.
 pub(crate) fn backward(
     op: &'static str,
     [dout, qkv, out, lse]: [&Tensor; 4],
@@ -284,7 +291,8 @@ pub(crate) fn backward(
     let (gpu, prepared) =
         Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
 
-    // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of turns.
+    // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of
+    // turns.
     let on_hopper = hopper::takes(op, &gpu, &prepared, geometry, dtype)?;
     let one_pass = on_hopper && hopper::takes_one_pass(op, geometry)?;
     let cleared = 2 + if one_pass { hopper::turns(geometry) } else { 0 };

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 /// Free ranges, in offsets from the arena's beginning. No two touch.
 #[derive(Debug)]
 pub struct FreeList {
-    /// Lengths by where they begin. The last one reaches the arena's end, unless the arena is all but full.
+    /// Lengths by where they begin. The last one reaches the arena's end, unless the arena is all
+    /// but full.
     by_begin: BTreeMap<usize, usize>,
     /// What lies beyond has never been lent.
     lent_up_to: usize,
@@ -32,7 +33,8 @@ impl FreeList {
         Some(self.lend(begin, len))
     }
 
-    /// Takes the last `len` of the last hole between blocks that has as many, or else the first `len` behind all blocks.
+    /// Takes the last `len` of the last hole between blocks that has as many, or else the first
+    /// `len` behind all blocks.
     pub fn take_last(&mut self, len: usize) -> Option<Place> {
         let between = self.by_begin.iter().rev().skip(1).find(|&(_, &hole)| hole >= len);
         let Some((&begin, &hole)) = between else { return self.take_first(len) };

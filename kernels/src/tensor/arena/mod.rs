@@ -1,11 +1,16 @@
-//! Where large blocks of a training process lie: in address space of their own, apart from small ones.
+//! Where large blocks of a training process lie: in address space of their own, apart from small
+//! ones.
 //!
-//! A step takes and drops the same large blocks over and over, in an order of its own. On the heap small blocks come and go between them, and some stay: one that took a piece
-//! of the hole that a large block had left would send the next such block to the heap's end, and the peak of memory would depend on chance. Here only large blocks split holes.
+//! A step takes and drops the same large blocks over and over, in an order of its own. On the heap
+//! small blocks come and go between them, and some stay: one that took a piece of the hole that a
+//! large block had left would send the next such block to the heap's end, and the peak of memory
+//! would depend on chance. Here only large blocks split holes.
 //!
-//! Blocks take the first hole that is large enough, from its beginning. What outlives the blocks around it, as gradients do the activations of a backward pass, should lie
-//! [`at_the_end`] of the last one: activations are then a pile that shrinks from its end, gradients one that grows towards it, and what is free lies between them in one piece.
-//! Gradients of the sizes that activations leave behind, but for a bias more, would fit none of their holes.
+//! Blocks take the first hole that is large enough, from its beginning. What outlives the blocks
+//! around it, as gradients do the activations of a backward pass, should lie [`at_the_end`] of the
+//! last one: activations are then a pile that shrinks from its end, gradients one that grows
+//! towards it, and what is free lies between them in one piece. Gradients of the sizes that
+//! activations leave behind, but for a bias more, would fit none of their holes.
 
 mod free_list;
 
@@ -51,13 +56,14 @@ fn at<T>(at: At, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Calls `f`, whose blocks, on this thread, outlive those before and after it: they take the last hole that is large enough, from its end.
+/// Calls `f`, whose blocks, on this thread, outlive those before and after it: they take the last
+/// hole that is large enough, from its end.
 pub fn at_the_end<T>(f: impl FnOnce() -> T) -> T {
     at(At::End, f)
 }
 
-/// Calls `f`, whose blocks, on this thread, stay for as long as it runs: they lie on the heap, since wherever they lay in the arena, they would split
-/// for ever what is free there.
+/// Calls `f`, whose blocks, on this thread, stay for as long as it runs: they lie on the heap,
+/// since wherever they lay in the arena, they would split for ever what is free there.
 pub fn outside<T>(f: impl FnOnce() -> T) -> T {
     at(At::Outside, f)
 }
@@ -66,10 +72,12 @@ fn free_list() -> MutexGuard<'static, FreeList> {
     FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reserves address space, as much as the machine has memory, for the large blocks of this process from now on. What does not fit lies on the heap, and everything where
-/// address space is limited (`ulimit -v`, `ulimit -d`) or the system reserves none without memory behind it.
+/// Reserves address space, as much as the machine has memory, for the large blocks of this process
+/// from now on. What does not fit lies on the heap, and everything where address space is limited
+/// (`ulimit -v`, `ulimit -d`) or the system reserves none without memory behind it.
 ///
-/// Memory is taken when a block is written to, on huge pages where the system has them, and kept for the next block.
+/// Memory is taken when a block is written to, on huge pages where the system has them, and kept
+/// for the next block.
 pub fn open() {
     let mut holes = free_list();
     if LEN.load(Ordering::Relaxed) != 0 || address_space_is_limited() {
@@ -89,7 +97,8 @@ pub fn open() {
         return;
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge pages refuse, which changes nothing.
+    // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge pages
+    // refuse, which changes nothing.
     unsafe {
         libc::madvise(begin, len, libc::MADV_HUGEPAGE);
     }
@@ -109,7 +118,8 @@ fn address_space_is_limited() -> bool {
     })
 }
 
-/// Bytes that a block of `size` takes: whole lines, as all of the arena's blocks begin with one; and `apart`.
+/// Bytes that a block of `size` takes: whole lines, as all of the arena's blocks begin with one;
+/// and `apart`.
 fn room(size: usize) -> Option<usize> {
     size.checked_add(crate::tensor::allocator::APART)?.checked_next_multiple_of(LINE)
 }
@@ -122,7 +132,8 @@ pub fn is_for(layout: Layout) -> bool {
         && AT.get() != At::Outside
 }
 
-/// A block for `layout`, and how much of its beginning may hold something else than zeros; none if it is not for the arena, or has no place there.
+/// A block for `layout`, and how much of its beginning may hold something else than zeros; none if
+/// it is not for the arena, or has no place there.
 pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
     if !is_for(layout) {
         return None;
@@ -151,7 +162,8 @@ pub fn holds(block: *mut u8) -> bool {
 /// Gives back a block of `size` bytes; false if it does not lie in the arena.
 ///
 /// # Safety
-/// If it lies in the arena, it came from [`take`], was last asked for with `size`, and is not used any more.
+/// If it lies in the arena, it came from [`take`], was last asked for with `size`, and is not used
+/// any more.
 pub unsafe fn give(block: *mut u8, size: usize) -> bool {
     match (offset(block), room(size)) {
         (Some(begin), Some(room)) => {
@@ -162,7 +174,8 @@ pub unsafe fn give(block: *mut u8, size: usize) -> bool {
     }
 }
 
-/// Makes a block of `old` bytes one of `new`, where it lies; false if it does not lie in the arena, has no room, or is not large any more.
+/// Makes a block of `old` bytes one of `new`, where it lies; false if it does not lie in the arena,
+/// has no room, or is not large any more.
 ///
 /// # Safety
 /// As [`give`], but for the last: what the block holds, up to `new`, it holds afterwards.

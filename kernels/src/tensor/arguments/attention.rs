@@ -44,18 +44,22 @@ impl HeadShape {
     }
 }
 
-/// Which keys a query sees, and how the product with one becomes a score: scale · q·k + slope · (position of k − position of q).
+/// Which keys a query sees, and how the product with one becomes a score: scale · q·k + slope ·
+/// (position of k − position of q).
 ///
-/// A query sees the keys up to its own position that no field hides. A bare scale converts into it: none is hidden.
+/// A query sees the keys up to its own position that no field hides. A bare scale converts into it:
+/// none is hidden.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     pub scale: f64,
     /// A slope for each local query head (ALiBi); `None`: no such term.
     pub alibi: Option<&'a [f64]>,
-    /// How many keys a query sees at most, its own included (the sliding window of Beltagy et al. 2020).
+    /// How many keys a query sees at most, its own included (the sliding window of Beltagy et al.
+    /// 2020).
     pub window: Option<usize>,
-    /// u32 `[b, s]`: the first key that a sample's query sees, such as the first token of its document; no later than the query itself, and
-    /// never falling along s. Checked on the CPU; a GPU's is not read by the host.
+    /// u32 `[b, s]`: the first key that a sample's query sees, such as the first token of its
+    /// document; no later than the query itself, and never falling along s. Checked on the CPU; a
+    /// GPU's is not read by the host.
     pub first_keys: Option<&'a Tensor>,
 }
 
@@ -98,7 +102,8 @@ pub struct AttentionDropout<'a> {
     pub samples: &'a [u64],
     /// Global index of the first local query head.
     pub first_head: usize,
-    /// See [`step_and_samples`](crate::ops::dropout::step_and_samples): on a GPU, read instead of the key's step and the samples.
+    /// See [`step_and_samples`](crate::ops::dropout::step_and_samples): on a GPU, read instead of
+    /// the key's step and the samples.
     pub step_and_samples: Option<&'a Tensor>,
 }
 

@@ -1,6 +1,7 @@
 //! Which elements dropout drops.
 //!
-//! An element's word is Philox keyed by (seed, step, layer, site) at counter (global token, hidden index / 4).
+//! An element's word is Philox keyed by (seed, step, layer, site) at counter (global token, hidden
+//! index / 4).
 
 use candle_core::{DType, Device, Tensor};
 
@@ -37,8 +38,9 @@ impl DropoutKey {
     }
 }
 
-/// A training step and the global numbers of a microbatch's samples on a device, u32 `[2 + 2·b]`, words of lower value first: what changes of
-/// dropout from one microbatch to the next. A CUDA graph's kernels read them there, since they would repeat numbers of the host's.
+/// A training step and the global numbers of a microbatch's samples on a device, u32 `[2 + 2·b]`,
+/// words of lower value first: what changes of dropout from one microbatch to the next. A CUDA
+/// graph's kernels read them there, since they would repeat numbers of the host's.
 ///
 /// # Errors
 /// If there is no memory.

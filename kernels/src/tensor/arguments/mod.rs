@@ -1,4 +1,5 @@
-//! Shapes, masks, rules and settings that operations are called with, read by the kernels of both kinds of device.
+//! Shapes, masks, rules and settings that operations are called with, read by the kernels of both
+//! kinds of device.
 
 pub mod attention;
 pub mod clip;

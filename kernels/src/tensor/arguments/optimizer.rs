@@ -36,7 +36,8 @@ pub struct Sgd {
 /// A tensor of a step that there may be none of.
 pub(crate) type Maybe<'a> = Option<&'a Tensor>;
 
-/// The tensors of a step: equally long and, but for `weight`, halves and states in bf16, of one dtype; all in storages of their own.
+/// The tensors of a step: equally long and, but for `weight`, halves and states in bf16, of one
+/// dtype; all in storages of their own.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
     /// The parameters; of dtype i16 the low halves of f32 ones, whose high halves are `weight`.

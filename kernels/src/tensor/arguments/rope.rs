@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Tensor};
 use super::attention::HeadShape;
 use crate::{Error, Result};
 
-/// Cosines and sines of the angles position · base^(−2i/head_dim): `[positions, head_dim / 2]` each.
+/// Cosines and sines of the angles position · base^(−2i/head_dim): `[positions, head_dim / 2]`
+/// each.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     pub cos: Tensor,
@@ -16,8 +17,9 @@ pub struct RopeTable {
 }
 
 impl RopeTable {
-    /// The table for activations of `dtype`: f64 for f64, else f32. For f32, frequencies and angles are rounded to f32 as Megatron
-    /// and Hugging Face do, so that weights trained there see the same angles.
+    /// The table for activations of `dtype`: f64 for f64, else f32. For f32, frequencies and angles
+    /// are rounded to f32 as Megatron and Hugging Face do, so that weights trained there see the
+    /// same angles.
     ///
     /// # Errors
     /// If `head_dim` is odd or the dtype is no float.
@@ -35,7 +37,8 @@ impl RopeTable {
         Self::with_frequencies(positions, &rope_frequencies(head_dim, base), dtype, device)
     }
 
-    /// As [`RopeTable::new`], for angles position · frequency: scaled frequencies stretch the context.
+    /// As [`RopeTable::new`], for angles position · frequency: scaled frequencies stretch the
+    /// context.
     ///
     /// # Errors
     /// If the dtype is no float.

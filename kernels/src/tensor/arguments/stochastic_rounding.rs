@@ -3,9 +3,11 @@
 use crate::tensor::philox::{philox4x32, stream_id, words};
 use crate::{Error, Result};
 
-/// How the elements of a range are rounded to bf16: each up or down by a random number that depends on the step, the parameter and
-/// the element's number in the whole of the parameter alone, so that every cut of the parameter rounds it alike. In the mean nothing is lost:
-/// a second moment that changes by a thousandth a step, which is less than half of the distance between neighbours in bf16, would else stay where it is.
+/// How the elements of a range are rounded to bf16: each up or down by a random number that depends
+/// on the step, the parameter and the element's number in the whole of the parameter alone, so that
+/// every cut of the parameter rounds it alike. In the mean nothing is lost: a second moment that
+/// changes by a thousandth a step, which is less than half of the distance between neighbours in
+/// bf16, would else stay where it is.
 ///
 /// The range is a part, from some element on, of a box of the parameter, row by row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +52,8 @@ impl StochasticRounding {
         }
     }
 
-    /// The words of the first elements, and of how many, at most `len`, and at least one if it is not 0.
+    /// The words of the first elements, and of how many, at most `len`, and at least one if it is
+    /// not 0.
     #[inline(always)]
     pub(crate) fn words(&self, len: usize) -> (usize, Words) {
         let first = self.row.wrapping_add(self.column);
@@ -92,7 +95,8 @@ impl Words {
     }
 }
 
-/// A bijection whose results look random (two multiplications, "lowbias32" of C. Wellons 2018): Philox would take longer than the step.
+/// A bijection whose results look random (two multiplications, "lowbias32" of C. Wellons 2018):
+/// Philox would take longer than the step.
 #[inline(always)]
 fn mixed(mut x: u32) -> u32 {
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
@@ -136,7 +140,8 @@ mod tests {
         assert_ne!(near[5..], all_words(StochasticRounding::whole(7), 5));
     }
 
-    /// Mean, and products of neighbours, of steps and of the two 16-bit halves, are those of independent uniform numbers.
+    /// Mean, and products of neighbours, of steps and of the two 16-bit halves, are those of
+    /// independent uniform numbers.
     #[test]
     fn words_look_random() {
         const N: usize = 1 << 16;

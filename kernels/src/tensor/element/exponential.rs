@@ -1,5 +1,6 @@
-//! eˣ and 2ˣ of f32: Cephes' `expf` and `exp2f` (Moshier) in fused multiplications and additions, which round alike on every machine, and without
-//! branches, so that loops over them vectorize. Errors below 2 ulp.
+//! eˣ and 2ˣ of f32: Cephes' `expf` and `exp2f` (Moshier) in fused multiplications and additions,
+//! which round alike on every machine, and without branches, so that loops over them vectorize.
+//! Errors below 2 ulp.
 
 /// 1.5·2²³: adding it leaves the nearest integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -27,7 +28,8 @@ pub fn exp(x: f32) -> f32 {
 /// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
-    // At these ends the exponents below add up to exactly ∞ and 0, so that whatever is beyond needs no case of its own.
+    // At these ends the exponents below add up to exactly ∞ and 0, so that whatever is beyond needs
+    // no case of its own.
     let x = if x < 128.0 { x } else { 128.0 };
     let x = if x > -127.0 { x } else { -127.0 };
     let t = x + ROUND;

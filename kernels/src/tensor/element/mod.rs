@@ -19,11 +19,12 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
     const NEG_INFINITY: Self;
-    /// eˣ; for f32, results below the smallest normal number are 0. (Not `exp`: where the type is known to be f32, that
-    /// would be the inherent method, a call into the C library.)
+    /// eˣ; for f32, results below the smallest normal number are 0. (Not `exp`: where the type is
+    /// known to be f32, that would be the inherent method, a call into the C library.)
     fn fast_exp(self) -> Self;
-    /// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞. Cheaper than [`Float::fast_exp`], and no less exact for an
-    /// argument that was rounded: for the sums 1 + 2ˣ of sigmoids.
+    /// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞. Cheaper than
+    /// [`Float::fast_exp`], and no less exact for an argument that was rounded: for the sums 1 + 2ˣ
+    /// of sigmoids.
     fn fast_exp2(self) -> Self;
     /// self · a + b, rounded once.
     fn fused(self, a: Self, b: Self) -> Self;
@@ -32,7 +33,8 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     /// The nearest value to `v`.
     fn of(v: f64) -> Self;
     fn f64(self) -> f64;
-    /// The nearest values of a storage type to `wide`, of which there are as many as elements, each rounded once.
+    /// The nearest values of a storage type to `wide`, of which there are as many as elements, each
+    /// rounded once.
     fn narrow_all<'a, E: Elem>(wide: &[Self], out: Uninit<'a, E>) -> &'a mut [E];
 }
 
@@ -128,12 +130,14 @@ impl Float for f64 {
     }
 }
 
-/// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`], compute there, and round
-/// once when they store; statistics and gradients of parameters stay in `Acc`.
+/// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`],
+/// compute there, and round once when they store; statistics and gradients of parameters stay in
+/// `Acc`.
 ///
-/// Results of elementwise functions are written by [`Uninit::each`], which widens in registers and rounds many at once. Loops
-/// that change values in place are written for slices of `Acc` alone. [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the
-/// slices themselves, of 16-bit types converted ones in buffers that stay in the L1 cache.
+/// Results of elementwise functions are written by [`Uninit::each`], which widens in registers and
+/// rounds many at once. Loops that change values in place are written for slices of `Acc` alone.
+/// [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the slices themselves, of
+/// 16-bit types converted ones in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {
     /// What it is computed in: f32 for 16-bit types, else the type itself.
     type Acc: Float;
@@ -142,16 +146,19 @@ pub trait Elem: HostElem {
     fn store(v: Self::Acc) -> Self;
     /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
-    /// Writes the nearest value to each of `wide`, of which there are as many as elements, as [`Elem::store`] rounds.
+    /// Writes the nearest value to each of `wide`, of which there are as many as elements, as
+    /// [`Elem::store`] rounds.
     fn of_f32s<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self];
     /// Writes [`Elem::store`] of each of `wide`, of which there are as many as elements.
     fn store_all<'a>(wide: &[Self::Acc], out: Uninit<'a, Self>) -> &'a mut [Self];
-    /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the number of the first element of its part.
+    /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the
+    /// number of the first element of its part.
     fn written<'a, const K: usize>(
         outs: [Uninit<'a, Self>; K],
         f: impl for<'r> FnMut(usize, [Uninit<'r, Self::Acc>; K]) -> [&'r mut [Self::Acc]; K],
     ) -> [&'a mut [Self]; K];
-    /// Elements that the loops below are given at a time, where elements are independent of each other.
+    /// Elements that the loops below are given at a time, where elements are independent of each
+    /// other.
     const STAGE: usize;
     /// What the functions below want as a buffer for up to `n` elements.
     fn buffer(n: usize) -> Vec<Self::Acc>;
@@ -217,8 +224,8 @@ macro_rules! computed_in_itself {
 }
 computed_in_itself!(f32, f64);
 
-/// `v` in f32 such that what that is rounded to is what `v` would be rounded to: what is cut off is noted in the last bit (Boldo & Melquiond 2008,
-/// "Emulation of FMA and correctly rounded sums").
+/// `v` in f32 such that what that is rounded to is what `v` would be rounded to: what is cut off is
+/// noted in the last bit (Boldo & Melquiond 2008, "Emulation of FMA and correctly rounded sums").
 #[inline(always)]
 fn rounded_to_odd(v: f64) -> f32 {
     let nearest = v as f32;
@@ -322,7 +329,8 @@ impl Elem for f16 {
 
     #[inline(always)]
     fn store(v: f32) -> Self {
-        const OVERFLOW: u32 = (127 + 16) << 23; // 2¹⁶: what rounds to infinity below it carries into f16's exponent
+        // 2¹⁶: what rounds to infinity below it carries into f16's exponent
+        const OVERFLOW: u32 = (127 + 16) << 23;
         const SMALLEST: u32 = (127 - 14) << 23; // 2⁻¹⁴
         const HALF: u32 = 126 << 23; // 0.5: its last bit is 2⁻²⁴, as f16's subnormals'
         let bits = v.to_bits();
@@ -345,7 +353,8 @@ impl Elem for f16 {
     computed_in_f32!();
 }
 
-/// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are no floats are errors of operation `$op`.
+/// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are no floats are errors of
+/// operation `$op`.
 macro_rules! by_elem {
     ($t:expr, $op:expr, $T:ident => $body:expr) => {
         match $t.dtype() {
@@ -371,7 +380,8 @@ macro_rules! by_elem {
 }
 pub(crate) use by_elem;
 
-/// Runs `$body` with `$T` the float type of tensor `$t`; other dtypes are errors of operation `$op`.
+/// Runs `$body` with `$T` the float type of tensor `$t`; other dtypes are errors of operation
+/// `$op`.
 macro_rules! by_float {
     ($t:expr, $op:expr, $T:ident => $body:expr) => {
         match $t.dtype() {

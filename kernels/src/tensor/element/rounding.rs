@@ -1,5 +1,6 @@
-//! Rounding of many f32 to 16 bits by the instructions for it, where the machine has them: to bf16 two vectors at once, which takes the place of
-//! eight a vector, to f16 one, which takes that of fourteen.
+//! Rounding of many f32 to 16 bits by the instructions for it, where the machine has them: to bf16
+//! two vectors at once, which takes the place of eight a vector, to f16 one, which takes that of
+//! fourteen.
 
 use half::{bf16, f16};
 
@@ -139,7 +140,8 @@ mod x86 {
         }
     }
 
-    /// The instruction would take a subnormal f32 for 0, whatever MXCSR says. All else it rounds as [`Elem::store`], NaNs too.
+    /// The instruction would take a subnormal f32 for 0, whatever MXCSR says. All else it rounds as
+    /// [`Elem::store`], NaNs too.
     ///
     /// # Safety
     /// `out` must have room for as many elements as `wide` has.
@@ -214,7 +216,8 @@ mod tests {
         values.iter().map(|&v| <f16 as Elem>::store(v).to_bits()).collect()
     }
 
-    /// Every sign, exponent and fraction of f16 with what decides about rounding behind it, and all over the other exponents.
+    /// Every sign, exponent and fraction of f16 with what decides about rounding behind it, and all
+    /// over the other exponents.
     #[test]
     fn many_values_are_rounded_to_f16_as_each_by_itself() {
         let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff];

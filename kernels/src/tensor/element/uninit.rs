@@ -1,7 +1,8 @@
 //! Elements of results that hold nothing yet.
 //!
-//! Whoever fills a result gets it as [`Uninit`] and has to hand back the same memory as a plain slice. Only the methods here
-//! turn one into the other, and each writes every element; so no element is read before it was written.
+//! Whoever fills a result gets it as [`Uninit`] and has to hand back the same memory as a plain
+//! slice. Only the methods here turn one into the other, and each writes every element; so no
+//! element is read before it was written.
 
 use std::mem::MaybeUninit;
 
@@ -15,7 +16,8 @@ impl<'a, T: Copy> Uninit<'a, T> {
     /// As results whose old values nobody reads.
     #[inline(always)]
     pub fn over(values: &'a mut [T]) -> Self {
-        // SAFETY: MaybeUninit<T> is laid out as T, and nothing here writes an uninitialized value through it.
+        // SAFETY: MaybeUninit<T> is laid out as T, and nothing here writes an uninitialized value
+        // through it.
         Self(unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
     }
 
@@ -56,7 +58,8 @@ impl<'a, T: Copy> Uninit<'a, T> {
         self.0.write_copy_of_slice(values)
     }
 
-    /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the number of its first element.
+    /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the
+    /// number of its first element.
     #[inline(always)]
     pub fn parts(
         self,
@@ -94,10 +97,12 @@ impl<'a, T: Copy> Uninit<'a, T> {
 }
 
 impl<'a, E: Elem> Uninit<'a, E> {
-    /// Writes `f` of the elements at the same place of `stored`, widened, and of `wide`, rounded once.
+    /// Writes `f` of the elements at the same place of `stored`, widened, and of `wide`, rounded
+    /// once.
     ///
-    /// Goes by blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f` is; what is left is a block filled up with
-    /// zeros. To be inlined into [`crate::tensor::simd::vectorize`].
+    /// Goes by blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f`
+    /// is; what is left is a block filled up with zeros. To be inlined into
+    /// [`crate::tensor::simd::vectorize`].
     #[inline(always)]
     pub fn each<const N: usize, const M: usize>(
         self,
@@ -209,10 +214,12 @@ const STAGE: usize = 16 * LANES;
 #[repr(align(64))]
 struct Stage([MaybeUninit<f32>; STAGE]);
 
-/// Has `outs`, equally long, written by `f` in f32, and rounds. `f` gets the number of the first element of the parts it has to write.
+/// Has `outs`, equally long, written by `f` in f32, and rounds. `f` gets the number of the first
+/// element of the parts it has to write.
 ///
-/// The f32 lie in buffers that stay in the L1 cache: what rounds many of them at once ([`Elem::store_all`]) is quicker than rounding each as it is
-/// computed, although it reads them again, and the chain of operations that each waits for is shorter.
+/// The f32 lie in buffers that stay in the L1 cache: what rounds many of them at once
+/// ([`Elem::store_all`]) is quicker than rounding each as it is computed, although it reads them
+/// again, and the chain of operations that each waits for is shorter.
 #[inline(always)]
 pub fn staged<'a, E: Elem<Acc = f32>, const K: usize>(
     mut outs: [Uninit<'a, E>; K],

@@ -25,9 +25,10 @@ pub(super) fn computes(device: &Device) -> bool {
 
 /// Opens GPU `ordinal` with a stream of its own, and has its memory pool keep what is freed.
 ///
-/// candle's own `Device::new_cuda` works on "the thread's default stream", so tensors of two threads would not be ordered; and the pool by
-/// default gives everything back to the system whenever somebody waits for the device. Uses of tensors on other streams are ordered by
-/// those who make them, so the events that cudarc would record at every use are left out.
+/// candle's own `Device::new_cuda` works on "the thread's default stream", so tensors of two
+/// threads would not be ordered; and the pool by default gives everything back to the system
+/// whenever somebody waits for the device. Uses of tensors on other streams are ordered by those
+/// who make them, so the events that cudarc would record at every use are left out.
 ///
 /// # Errors
 /// What the driver says.
@@ -35,8 +36,9 @@ pub fn open(ordinal: usize) -> Result<Device> {
     count()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let cuda = device.as_cuda_device()?;
-    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream; communication, the only other stream,
-    // waits for it and is waited for by it, and keeps its tensors until then.
+    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream;
+    // communication, the only other stream, waits for it and is waited for by it, and keeps its
+    // tensors until then.
     unsafe { cuda.disable_event_tracking() };
     let keep = u64::MAX;
     let stream = cuda.cuda_stream();
@@ -102,8 +104,8 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
         let mut values: Vec<T> = Vec::with_capacity(n);
         gpu.stream.context().bind_to_thread().map_err(failed)?;
         if n > 0 {
-            // SAFETY: as many elements are there on both sides. The values are read only after the stream was waited for, and T is a plain
-            // number, of which any bits are a value.
+            // SAFETY: as many elements are there on both sides. The values are read only after the
+            // stream was waited for, and T is a plain number, of which any bits are a value.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(
                     values.as_mut_ptr().cast::<u8>(),
@@ -154,7 +156,8 @@ impl Timestamp {
         self.0.synchronize().map_err(|e| Error::gpu("timestamp", e.to_string()))
     }
 
-    /// How much later than `earlier` of the same stream it is, to half a microsecond or so. Waits as [`Timestamp::wait`].
+    /// How much later than `earlier` of the same stream it is, to half a microsecond or so. Waits
+    /// as [`Timestamp::wait`].
     ///
     /// # Errors
     /// What the driver says.
@@ -170,7 +173,8 @@ pub(super) struct Locked(usize);
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: the range that was registered begins here. That a process which ends has no driver any more is nothing to report.
+        // SAFETY: the range that was registered begins here. That a process which ends has no
+        // driver any more is nothing to report.
         let _ = unsafe { sys::cuMemHostUnregister(self.0 as *mut c_void) };
     }
 }
@@ -214,8 +218,9 @@ impl Gpu {
         with_loaded(self.stream.context(), "properties", |loaded| Ok(loaded.properties))
     }
 
-    /// Loads all kernels now. Otherwise each is loaded at its first launch, which may wait for everything that runs on the device (CUDA C++ Programming
-    /// Guide, "Lazy Loading"): for ever, if some of that waits for a message that only a later launch here brings about.
+    /// Loads all kernels now. Otherwise each is loaded at its first launch, which may wait for
+    /// everything that runs on the device (CUDA C++ Programming Guide, "Lazy Loading"): for ever,
+    /// if some of that waits for a message that only a later launch here brings about.
     ///
     /// # Errors
     /// What the driver says.
@@ -244,10 +249,11 @@ impl Gpu {
         event.map(Timestamp).map_err(|e| Error::gpu("timestamp", e.to_string()))
     }
 
-    /// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer. (Locking wants a context, which threads of
-    /// communication do not have yet.)
+    /// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer.
+    /// (Locking wants a context, which threads of communication do not have yet.)
     pub(super) fn lock_memory(&self, n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
-        /// What locking works by. Only whole pages of the tensor's own are locked, so that no neighbour's memory is.
+        /// What locking works by. Only whole pages of the tensor's own are locked, so that no
+        /// neighbour's memory is.
         const PAGE: usize = 64 << 10;
         const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE: for all contexts
         let size = dtype.size_in_bytes();
@@ -263,7 +269,8 @@ impl Gpu {
             .context()
             .bind_to_thread()
             .map_err(|e| Error::gpu("lock_memory", e.to_string()))?;
-        // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked` does.
+        // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked`
+        // does.
         let locked =
             unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
         Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
@@ -274,7 +281,8 @@ impl Gpu {
         self.stream.record_event(None).map(Event).map_err(|e| Error::gpu("mark", e.to_string()))
     }
 
-    /// Copies elements to the host after `after`, on the stream for that, and waits until they are there.
+    /// Copies elements to the host after `after`, on the stream for that, and waits until they are
+    /// there.
     pub(super) fn fetch(&self, from: DevicePointer, to: &mut [u8], after: &Event) -> Result<()> {
         const OP: &str = "fetch";
         let failed = |e: DriverError| Error::gpu(OP, e.to_string());
@@ -283,13 +291,15 @@ impl Gpu {
         }
         let [down, _] = self.copies(OP)?;
         down.wait(&after.0).map_err(failed)?;
-        // SAFETY: as many bytes are there on both sides; both outlive the copy, which is waited for.
+        // SAFETY: as many bytes are there on both sides; both outlive the copy, which is waited
+        // for.
         unsafe { result::memcpy_dtoh_async(to, from.0, down.cu_stream()) }.map_err(failed)?;
         down.record_event(None).and_then(|done| done.synchronize()).map_err(failed)
     }
 
-    /// Copies elements from the host: after `after`, on the stream for that, with what is queued on the device's stream from now on behind
-    /// it; or on the device's stream. The result is reached when the bytes may change.
+    /// Copies elements from the host: after `after`, on the stream for that, with what is queued on
+    /// the device's stream from now on behind it; or on the device's stream. The result is reached
+    /// when the bytes may change.
     pub(super) fn put(
         &self,
         to: DevicePointer,
@@ -304,8 +314,9 @@ impl Gpu {
             stream.wait(&after.0).map_err(failed)?;
         }
         if !from.is_empty() {
-            // SAFETY: as many bytes are there on both sides. The caller keeps the host's until the event is reached; the device's memory is
-            // given back in the order of its stream, which is behind the copy from here on.
+            // SAFETY: as many bytes are there on both sides. The caller keeps the host's until the
+            // event is reached; the device's memory is given back in the order of its stream, which
+            // is behind the copy from here on.
             unsafe { result::memcpy_htod_async(to.0, from, stream.cu_stream()) }.map_err(failed)?;
         }
         let done = stream.record_event(None).map_err(failed)?;
@@ -336,8 +347,9 @@ impl Gpu {
         function.allow(shared).map_err(failed)?;
         let mut addresses: Vec<*mut c_void> = args.addresses();
         let [x, y, z] = grid;
-        // SAFETY: the arguments are as many and as large as the parameters; the driver copies them before it returns. Pointers among them
-        // are the callers' responsibility: they come from tensors that live, of sizes that the operation has checked.
+        // SAFETY: the arguments are as many and as large as the parameters; the driver copies them
+        // before it returns. Pointers among them are the callers' responsibility: they come from
+        // tensors that live, of sizes that the operation has checked.
         unsafe {
             result::launch_kernel(
                 function.handle,
@@ -367,7 +379,8 @@ impl Gpu {
                 "another GPU, or another stream of it, than its other operands".to_string();
             return Err(Error::Device { op, device });
         }
-        /// The address; uses are not tracked (see [`open`]), so there is nothing to hold while it is used.
+        /// The address; uses are not tracked (see [`open`]), so there is nothing to hold while it
+        /// is used.
         fn address<T>(slice: &cudarc::driver::CudaSlice<T>, stream: &CudaStream) -> u64 {
             slice.device_ptr(stream).0
         }
@@ -413,7 +426,8 @@ impl Gpu {
         Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, memory: self.memory() }
     }
 
-    /// What holds the device's memory, as far as the driver tells; the largest amounts are those since the process began.
+    /// What holds the device's memory, as far as the driver tells; the largest amounts are those
+    /// since the process began.
     pub(crate) fn memory(&self) -> Option<Memory> {
         use sys::{CUgraphMem_attribute as G, CUmemPool_attribute as A};
         let context = self.stream.context();

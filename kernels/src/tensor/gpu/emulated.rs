@@ -1,7 +1,9 @@
-//! Kernels on tensors of the CPU, by the emulator of `cuda/emulator`: for tests, where there is no GPU.
+//! Kernels on tensors of the CPU, by the emulator of `cuda/emulator`: for tests, where there is no
+//! GPU.
 //!
-//! Operations run so on threads that are inside of [`run`], or everywhere after [`everywhere`]; tensors of f64, which GPUs have no kernels
-//! for, stay with the CPU, so that tests compute what they compare with.
+//! Operations run so on threads that are inside of [`run`], or everywhere after [`everywhere`];
+//! tensors of f64, which GPUs have no kernels for, stay with the CPU, so that tests compute what
+//! they compare with.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -36,7 +38,8 @@ pub struct Metered {
 type Limit = (u64, fn() -> Metered);
 static LIMIT: Mutex<Option<Limit>> = Mutex::new(None);
 
-/// Gives the emulated device so many bytes, of which `meter` says how many are in use: tensors are the host's, so the test's allocator knows.
+/// Gives the emulated device so many bytes, of which `meter` says how many are in use: tensors are
+/// the host's, so the test's allocator knows.
 pub fn limit_memory(limit: Option<Limit>) {
     *LIMIT.lock().unwrap_or_else(PoisonError::into_inner) = limit;
 }
@@ -96,8 +99,9 @@ impl Launch {
         };
         let mut error = [0_u8; 512];
         let mut args = self.args.clone();
-        // SAFETY: the kernel and its arguments, whose sizes were compared with its parameters; `error` has the room it is said to have. What
-        // the kernel does with its pointers is as (un)safe as on a GPU.
+        // SAFETY: the kernel and its arguments, whose sizes were compared with its parameters;
+        // `error` has the room it is said to have. What the kernel does with its pointers is as
+        // (un)safe as on a GPU.
         let ended = unsafe {
             emulator_run_block(
                 self.kernel,
@@ -120,7 +124,8 @@ impl Launch {
     }
 }
 
-/// Shared memory of a block that kernels for every GPU may take: that of compute capabilities 8.6 and 8.9.
+/// Shared memory of a block that kernels for every GPU may take: that of compute capabilities 8.6
+/// and 8.9.
 const SHARED_OF_ALL: u32 = 99 << 10;
 
 const PROPERTIES: Properties =
@@ -279,7 +284,8 @@ impl Gpu {
     }
 
     pub(super) fn fetch(&self, from: DevicePointer, to: &mut [u8], _after: &Event) -> Result<()> {
-        // SAFETY: the caller has a tensor of as many bytes there, and room for them in other memory.
+        // SAFETY: the caller has a tensor of as many bytes there, and room for them in other
+        // memory.
         unsafe { std::ptr::copy_nonoverlapping(address(from), to.as_mut_ptr(), to.len()) };
         Ok(())
     }

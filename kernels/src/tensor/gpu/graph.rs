@@ -1,9 +1,11 @@
 //! CUDA's graphs: [`crate::tensor::graph`] by capture of the device's stream.
 //!
-//! Tensors that are made during a capture become nodes that allocate and free memory; CUDA keeps their addresses as long as the graph lives
-//! (CUDA C++ Programming Guide, "Graph Memory Nodes"), in memory of the graphs' own beside the streams' pool. So each must be freed within
-//! the capture, and none from before it: that would be a node, too, and one that CUDA refuses. Lists that are found by their values
-//! (`gpu::constants`) are made before and may go after, so the graph keeps those that it met.
+//! Tensors that are made during a capture become nodes that allocate and free memory; CUDA keeps
+//! their addresses as long as the graph lives (CUDA C++ Programming Guide, "Graph Memory Nodes"),
+//! in memory of the graphs' own beside the streams' pool. So each must be freed within the capture,
+//! and none from before it: that would be a node, too, and one that CUDA refuses. Lists that are
+//! found by their values (`gpu::constants`) are made before and may go after, so the graph keeps
+//! those that it met.
 
 use std::cell::RefCell;
 use std::mem::MaybeUninit;
@@ -64,7 +66,8 @@ impl<'a> Recording<'a> {
     }
 }
 
-/// Ends it whatever failed before: cudarc would report what a tensor's end could not, and leave the stream recording.
+/// Ends it whatever failed before: cudarc would report what a tensor's end could not, and leave the
+/// stream recording.
 fn end_capture(stream: &Arc<CudaStream>) -> std::result::Result<Option<CudaGraph>, DriverError> {
     let before = stream.context().check_err();
     // All memory of the graph is freed in it, so nothing need be freed before it is launched again.
@@ -89,7 +92,8 @@ pub struct Graph {
     _kept: Vec<Tensor>,
 }
 
-// SAFETY: the driver's graphs belong to no thread, and must not be used by two at a time; whoever has the only owner of one is alone.
+// SAFETY: the driver's graphs belong to no thread, and must not be used by two at a time; whoever
+// has the only owner of one is alone.
 unsafe impl Send for Graph {}
 
 fn failed(e: DriverError) -> Error {
@@ -115,7 +119,8 @@ pub fn record<E: From<Error>>(
     Ok(Graph { graph, num_operations, _kept: kept })
 }
 
-/// The number of a graph's operations, none of which reads or writes the host's memory, or calls it.
+/// The number of a graph's operations, none of which reads or writes the host's memory, or calls
+/// it.
 fn check(graph: &CudaGraph) -> Result<usize> {
     use sys::CUgraphNodeType as T;
     let mut count = 0;
@@ -142,7 +147,8 @@ fn check(graph: &CudaGraph) -> Result<usize> {
             T::CU_GRAPH_NODE_TYPE_MEMCPY => {
                 let mut copy = MaybeUninit::<sys::CUDA_MEMCPY3D>::zeroed();
                 let at = copy.as_mut_ptr();
-                // SAFETY: the node is a copy. Its ends are read as the numbers that they are to C: zeroed, they are none of the enumeration's.
+                // SAFETY: the node is a copy. Its ends are read as the numbers that they are to C:
+                // zeroed, they are none of the enumeration's.
                 let ends = unsafe {
                     sys::cuGraphMemcpyNodeGetParams(node, at).result().map_err(failed)?;
                     [&raw const (*at).srcMemoryType, &raw const (*at).dstMemoryType]
@@ -172,11 +178,13 @@ impl Graph {
 }
 
 impl Gpu {
-    /// Gives the memory that the pool keeps for later back to the device, for graphs have memory of their own. Waits for the device.
+    /// Gives the memory that the pool keeps for later back to the device, for graphs have memory of
+    /// their own. Waits for the device.
     fn give_back_pool(&self) -> Result<()> {
         let context = self.stream().context();
         self.stream().synchronize().map_err(failed)?;
-        // SAFETY: the device exists. The largest amounts are set to what there is, as their attributes want it: to 0.
+        // SAFETY: the device exists. The largest amounts are set to what there is, as their
+        // attributes want it: to 0.
         unsafe {
             let pool = result::device::get_default_mem_pool(context.cu_device()).map_err(failed)?;
             sys::cuMemPoolTrimTo(pool, 0).result().map_err(failed)?;

@@ -47,7 +47,8 @@ pub fn vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes().max(1)
 }
 
-/// Whether kernels may load vectors of 16 bytes from rows of `width` elements that begin at these addresses.
+/// Whether kernels may load vectors of 16 bytes from rows of `width` elements that begin at these
+/// addresses.
 pub fn in_vectors(width: usize, dtype: DType, pointers: &[Option<DevicePointer>]) -> bool {
     width.is_multiple_of(vector(dtype))
         && pointers.iter().flatten().all(|p| p.address().is_multiple_of(16))

@@ -11,7 +11,8 @@ struct Cell([u8; 64]);
 
 /// The arguments of a launch, in order.
 ///
-/// The kernel's parameters decide what has to be here; numbers and sizes are compared with them before the launch.
+/// The kernel's parameters decide what has to be here; numbers and sizes are compared with them
+/// before the launch.
 #[derive(Default)]
 pub struct Args {
     cells: Vec<Cell>,
@@ -102,8 +103,8 @@ impl Args {
 }
 
 impl Gpu {
-    /// Queues a kernel: `name` of `cuda/{file}.cu`, on `grid` blocks of `threads` threads with `shared` bytes of dynamic shared memory.
-    /// A grid without blocks is nothing to do.
+    /// Queues a kernel: `name` of `cuda/{file}.cu`, on `grid` blocks of `threads` threads with
+    /// `shared` bytes of dynamic shared memory. A grid without blocks is nothing to do.
     ///
     /// # Errors
     /// If there is no such kernel, `args` are not its parameters, or the launch is refused.

@@ -1,7 +1,9 @@
-//! CUDA's libraries, found when they are first called, so that a program runs without them as long as it calls none.
+//! CUDA's libraries, found when they are first called, so that a program runs without them as long
+//! as it calls none.
 //!
-//! The build script defines each function of theirs as a jump through a table (`libraries.s`). An entry at first leads here. Where a library
-//! is missing, its functions return its status for that; whoever opens a GPU asks [`missing`] before, and says so in plain words.
+//! The build script defines each function of theirs as a jump through a table (`libraries.s`). An
+//! entry at first leads here. Where a library is missing, its functions return its status for that;
+//! whoever opens a GPU asks [`missing`] before, and says so in plain words.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
@@ -40,7 +42,8 @@ impl Library {
     /// Its handle; null if there is no such library.
     fn open(&self) -> *mut c_void {
         if self.state.load(Ordering::Acquire) == 0 {
-            // cuBLAS wants cuBLASLt by a name that the loader may not find where cuBLAS itself was found.
+            // cuBLAS wants cuBLASLt by a name that the loader may not find where cuBLAS itself was
+            // found.
             if self.name == "cublas" {
                 LIBRARIES
                     .iter()
@@ -55,10 +58,12 @@ impl Library {
         self.handle.load(Ordering::Relaxed)
     }
 
-    /// Where the loader looks, then in the toolkit that the environment names, the one that this was built with, and the usual one.
+    /// Where the loader looks, then in the toolkit that the environment names, the one that this
+    /// was built with, and the usual one.
     fn search(&self) -> *mut c_void {
         let open = |path: &CStr| {
-            // SAFETY: a C string; these libraries' initializers do nothing that depends on this program.
+            // SAFETY: a C string; these libraries' initializers do nothing that depends on this
+            // program.
             unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_GLOBAL) }
         };
         let handle = open(self.soname);

@@ -47,7 +47,8 @@ impl Function {
     }
 }
 
-/// What is loaded in a context. Modules are loaded when their first kernel is launched, or all at once, and stay.
+/// What is loaded in a context. Modules are loaded when their first kernel is launched, or all at
+/// once, and stay.
 pub struct Loaded {
     context: Arc<CudaContext>,
     pub properties: Properties,

@@ -7,7 +7,8 @@ use crate::{Error, Result};
 
 /// An address in the device's memory.
 ///
-/// It stays good for kernels that are launched while its tensor lives, whenever they run: memory is given back in the stream's order.
+/// It stays good for kernels that are launched while its tensor lives, whenever they run: memory is
+/// given back in the stream's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DevicePointer(pub(super) u64);
 
@@ -45,7 +46,8 @@ impl Gpu {
     /// The elements of `t`, which is contiguous (views are), to be read.
     ///
     /// # Errors
-    /// If `t`, named `what` in messages of `op`, is not contiguous, not of `dtype`, or not on this device.
+    /// If `t`, named `what` in messages of `op`, is not contiguous, not of `dtype`, or not on this
+    /// device.
     pub fn input(
         &self,
         t: &Tensor,

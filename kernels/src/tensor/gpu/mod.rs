@@ -1,8 +1,9 @@
 //! GPUs: devices, their memory, and launches of kernels on the stream of a tensor's device.
 //!
-//! There are two ways to run them behind one interface, [`Gpu`]: CUDA's driver (feature `cuda`), and, where there is no GPU, an emulator on
-//! tensors of the CPU (feature `emulated`), for tests. The operations themselves (a module for each of the crate's) know only the interface.
-//! Nothing here waits for the device: an operation returns when its kernels are queued.
+//! There are two ways to run them behind one interface, [`Gpu`]: CUDA's driver (feature `cuda`),
+//! and, where there is no GPU, an emulator on tensors of the CPU (feature `emulated`), for tests.
+//! The operations themselves (a module for each of the crate's) know only the interface. Nothing
+//! here waits for the device: an operation returns when its kernels are queued.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod driver;
@@ -30,7 +31,8 @@ use emulated as backend;
 pub use backend::{Gpu, Timestamp};
 #[cfg(feature = "cuda")]
 pub use driver::{count, open, to_host};
-/// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none where they are linked in the ordinary way.
+/// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none
+/// where they are linked in the ordinary way.
 #[cfg(feature = "cuda")]
 pub fn missing_libraries(wanted: &[&str]) -> Vec<String> {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,5 @@
-//! Descriptions of tensors of which kernels for Hopper have boxes copied (`cuda/include/hopper.cuh`).
+//! Descriptions of tensors of which kernels for Hopper have boxes copied
+//! (`cuda/include/hopper.cuh`).
 
 use candle_core::DType;
 
@@ -13,8 +14,9 @@ pub struct TensorMap([u64; 16]);
 /// Elements of a box's first dimension: the 128 bytes within which pieces are swizzled.
 const COLUMNS: u32 = 64;
 
-/// A tensor of 16-bit elements in four dimensions, the first one contiguous and each stride a multiple of the one before, as `cuTensorMapEncodeTiled` describes
-/// them; and boxes of 64 × `rows` of the first and the last.
+/// A tensor of 16-bit elements in four dimensions, the first one contiguous and each stride a
+/// multiple of the one before, as `cuTensorMapEncodeTiled` describes them; and boxes of 64 × `rows`
+/// of the first and the last.
 pub struct Boxes {
     pub base: DevicePointer,
     pub dtype: DType,
@@ -54,7 +56,8 @@ impl Boxes {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             dtype => return Err(Error::DType { op, dtype }),
         };
-        // SAFETY: arrays of four, three, four and four numbers, as four dimensions want; the address is not followed here.
+        // SAFETY: arrays of four, three, four and four numbers, as four dimensions want; the
+        // address is not followed here.
         let result = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,

@@ -13,8 +13,9 @@ use crate::{Error, Result};
 /// The least number of bytes of a block.
 const LEAST: usize = 64 << 10;
 
-/// How many bytes are locked at a time, where a block is smaller. Every microbatch takes some small blocks, and the host runs up to two steps ahead
-/// of the device: locked one by one as they are missed, they would hold up steps long after the first ones.
+/// How many bytes are locked at a time, where a block is smaller. Every microbatch takes some small
+/// blocks, and the host runs up to two steps ahead of the device: locked one by one as they are
+/// missed, they would hold up steps long after the first ones.
 const AT_ONCE: usize = 4 << 20;
 
 /// Memory of the host in which elements of one dtype lie.
@@ -43,7 +44,8 @@ impl Block {
             };
             let copied = |block: &Block| block.until.as_ref().is_none_or(Event::is_reached);
             let mut fitting: Vec<usize> = (0..free.len()).filter(|&at| fits(&free[at])).collect();
-            // Of one size the one that has been free for the longest first: its copy is the likeliest to be done, and asking takes time.
+            // Of one size the one that has been free for the longest first: its copy is the
+            // likeliest to be done, and asking takes time.
             fitting.sort_by_key(|&at| free[at].elements.elem_count());
             if let Some(at) = fitting.into_iter().find(|&at| copied(&free[at])) {
                 return Ok(Self { until: None, ..free.remove(at) });
@@ -131,7 +133,8 @@ pub fn put(mut from: Staged, t: &Tensor, after: &Mark) -> Result<()> {
     Ok(())
 }
 
-/// Copies `bytes` of the host to the device by way of locked memory, in the order of the device's stream. They are taken when this returns.
+/// Copies `bytes` of the host to the device by way of locked memory, in the order of the device's
+/// stream. They are taken when this returns.
 #[cfg(feature = "cuda")]
 pub fn upload(gpu: &Gpu, bytes: &[u8], to: super::DevicePointer) -> Result<()> {
     const OP: &str = "upload";

@@ -1,7 +1,8 @@
 //! Splitting work over rayon's threads: inline where there is one thread or little to do.
 //!
-//! Cuts depend on sizes alone, or the pieces are independent of each other; so no result depends on the number of
-//! threads. Which thread gets what is the same in every operation, as far as all are as fast ([`WorkQueue`]).
+//! Cuts depend on sizes alone, or the pieces are independent of each other; so no result depends on
+//! the number of threads. Which thread gets what is the same in every operation, as far as all are
+//! as fast ([`WorkQueue`]).
 
 mod queue;
 mod spin;
@@ -18,8 +19,8 @@ pub fn threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// Calls `f` with the number of each of `threads` threads of the current pool, on those that have nothing else to do: perhaps on one thread after the other,
-/// perhaps with the same number twice.
+/// Calls `f` with the number of each of `threads` threads of the current pool, on those that have
+/// nothing else to do: perhaps on one thread after the other, perhaps with the same number twice.
 pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
     match rayon::current_thread_index() {
         Some(caller) => on_those_of(caller, threads, &f),
@@ -61,14 +62,16 @@ pub fn with_queue(n: usize, f: impl Fn(&WorkQueue, usize) + Sync) {
     }
 }
 
-/// Calls `f` with the number of the first element and the elements of every block of `block` of them.
+/// Calls `f` with the number of the first element and the elements of every block of `block` of
+/// them.
 pub fn blocks<T: Send>(out: &mut [T], block: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     let out = Blocks::of(out, block);
     // SAFETY: each number comes once.
     for_each(out.count, |i| f(i * out.block, unsafe { out.get(i) }));
 }
 
-/// Calls `f` with the number of the block and the blocks of `a` (`block_a` elements) and `b` (`block_b`) of that number.
+/// Calls `f` with the number of the block and the blocks of `a` (`block_a` elements) and `b`
+/// (`block_b`) of that number.
 pub fn blocks2<A: Send, B: Send>(
     a: &mut [A],
     block_a: usize,
@@ -108,7 +111,8 @@ impl<'a, T> Blocks<'a, T> {
     #[allow(clippy::mut_from_ref, reason = "blocks are disjoint")]
     unsafe fn get(&self, i: usize) -> &mut [T] {
         let start = i * self.block;
-        // SAFETY: elements of the slice, which is borrowed for as long as this lives; the caller's promise.
+        // SAFETY: elements of the slice, which is borrowed for as long as this lives; the caller's
+        // promise.
         unsafe {
             std::slice::from_raw_parts_mut(
                 self.slice.0.add(start),

@@ -3,10 +3,13 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// 0..n for some threads: each draws those of a part of its own, in order, then those that are left of the others' parts.
+/// 0..n for some threads: each draws those of a part of its own, in order, then those that are left
+/// of the others' parts.
 ///
-/// Parts depend on nothing but n and the number of threads, so of operations that follow each other a thread gets the same rows, as far as all threads are as
-/// fast: it finds in its caches what it wrote before, and writes what no other core has read (which takes several times as long where cores share no cache).
+/// Parts depend on nothing but n and the number of threads, so of operations that follow each other
+/// a thread gets the same rows, as far as all threads are as fast: it finds in its caches what it
+/// wrote before, and writes what no other core has read (which takes several times as long where
+/// cores share no cache).
 pub struct WorkQueue {
     n: usize,
     /// Of every part, how many were drawn, or more.

@@ -1,12 +1,14 @@
 //! Threads that have finished their part of an operation stay awake for the next one.
 //!
-//! Rayon's threads go to sleep after some ten microseconds without work, and waking one takes longer than many operations between two products do. As those of
-//! OpenMP, ours wait a little longer first; whoever else wants their cores gets them meanwhile.
+//! Rayon's threads go to sleep after some ten microseconds without work, and waking one takes
+//! longer than many operations between two products do. As those of OpenMP, ours wait a little
+//! longer first; whoever else wants their cores gets them meanwhile.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// How long a thread looks for work before it may sleep: a multiple of what a step spends between operations, and little beside what waits for disks and users.
+/// How long a thread looks for work before it may sleep: a multiple of what a step spends between
+/// operations, and little beside what waits for disks and users.
 const SPIN_TIME: Duration = Duration::from_millis(1);
 
 thread_local! {
@@ -15,7 +17,8 @@ thread_local! {
     static CALLS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// An operation that the calling thread waits for: until it ends, the thread may not stay anywhere else.
+/// An operation that the calling thread waits for: until it ends, the thread may not stay anywhere
+/// else.
 pub struct Call(());
 
 impl Call {
@@ -36,7 +39,8 @@ fn is_free() -> bool {
     CALLS.get() == 0
 }
 
-/// Has the calling thread of the pool stay awake once it has finished its job, which must not be one that waits for others.
+/// Has the calling thread of the pool stay awake once it has finished its job, which must not be
+/// one that waits for others.
 pub fn after_job() {
     let here = rayon::current_thread_index();
     if here.is_some() && !SPINS.get() && is_free() {
@@ -86,8 +90,8 @@ mod tests {
     const ROUNDS: usize = 40;
     const OPERATIONS: usize = 3;
 
-    /// How many parts of operations threads of a new pool do, which spin without end. Operations are called by so many threads outside of the pool, or by one
-    /// within.
+    /// How many parts of operations threads of a new pool do, which spin without end. Operations
+    /// are called by so many threads outside of the pool, or by one within.
     fn parts_done(threads: usize, callers: Option<usize>) -> usize {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let parts = AtomicUsize::new(0);

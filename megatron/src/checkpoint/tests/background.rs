@@ -63,7 +63,8 @@ fn what_appears_is_the_state_as_it_was_and_not_before_all_have_finished() {
     }
 }
 
-/// Begins to save on two ranks, spoils it, and finishes: all ranks hear why, and the old checkpoint stays.
+/// Begins to save on two ranks, spoils it, and finishes: all ranks hear why, and the old checkpoint
+/// stays.
 fn spoilt(second: fn(&Path) -> Elements, spoil: fn(&Path), why: &str) {
     let dir = tempfile::tempdir().unwrap();
     save_small(dir.path(), 10);

@@ -139,7 +139,8 @@ fn no_flipped_bit_of_a_manifest_goes_unnoticed() {
         let bit = 1 << random.below(8);
         damaged[at] ^= bit;
         fs::write(saved.manifest(), &damaged).unwrap();
-        let same_digit = bit == 0x20 && at < 30; // A hexadecimal digit of the checksum in the other case.
+        // A hexadecimal digit of the checksum in the other case.
+        let same_digit = bit == 0x20 && at < 30;
         assert!(
             same_digit || Manifest::read(&saved.path).is_err(),
             "a flip of {bit:#x} in byte {at}"
@@ -231,7 +232,8 @@ fn no_manifest_makes_a_reader_panic_though_its_checksum_fits() {
         for _ in 0..1 + random.below(3) {
             let at = random.below(damaged.len());
             match random.below(4) {
-                // A digit for a digit keeps it JSON, so that what lies behind the parser is reached.
+                // A digit for a digit keeps it JSON, so that what lies behind the parser is
+                // reached.
                 0 | 1 => {
                     if let Some(at) = (at..damaged.len()).find(|&i| damaged[i].is_ascii_digit()) {
                         damaged[at] = b'0' + random.below(10) as u8;

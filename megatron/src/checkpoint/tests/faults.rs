@@ -98,7 +98,8 @@ fn save_halves(dir: &Path, second: Piece) -> Vec<Result<()>> {
     })
 }
 
-/// Checks that a save failed on every rank for a reason that contains `why`, and that iteration 10 is all there is.
+/// Checks that a save failed on every rank for a reason that contains `why`, and that iteration 10
+/// is all there is.
 fn check_refused(dir: &Path, results: Vec<Result<()>>, why: &str) {
     for result in results {
         let message = message(result.unwrap_err());
@@ -197,10 +198,12 @@ fn a_lost_rank_fails_the_save_and_nothing_is_left() {
     assert_eq!(names(dir.path()), ["iter_0000010", POINTER]);
 }
 
-/// Names the folder to the process that [`a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing`] starts.
+/// Names the folder to the process that
+/// [`a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing`] starts.
 const CHILD_DIR: &str = "CHECKPOINT_TEST_CHILD_DIR";
 
-/// In a process whose files may not grow beyond 32 KiB, rank 1 of three has more than that to write.
+/// In a process whose files may not grow beyond 32 KiB, rank 1 of three has more than that to
+/// write.
 fn save_beyond_the_limit(dir: &Path) {
     let results = on_ranks(3, |world| {
         let len = if world.rank() == 1 { 1 << 15 } else { 16 };
@@ -227,7 +230,8 @@ fn a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing() {
     }
     let dir = tempfile::tempdir().unwrap();
     let model = save_small(dir.path(), 10);
-    // The limit is a process's, so the save runs in one of its own, with the signal that announces it ignored.
+    // The limit is a process's, so the save runs in one of its own, with the signal that announces
+    // it ignored.
     let name =
         "checkpoint::tests::faults::a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing";
     let output = Command::new("sh")

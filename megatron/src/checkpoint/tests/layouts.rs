@@ -48,7 +48,8 @@ fn stored_values_are_converted_to_the_dtype_that_is_wanted() {
     let path = latest(dir.path()).unwrap().unwrap().path;
     for dtype in [DType::BF16, DType::F64, DType::I16] {
         layout.dtype = dtype;
-        check_loads(&path, &model, &layout, dtype.as_str()); // expected values are rounded by candle
+        // expected values are rounded by candle
+        check_loads(&path, &model, &layout, dtype.as_str());
     }
 }
 
@@ -108,7 +109,8 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
 #[test]
 fn halves_keep_every_bit_and_ranks_that_keep_the_high_ones_alone_round_alike() {
     let dir = tempfile::tempdir().unwrap();
-    // Two ties, of which nearest-even rounds one down; the largest number; a subnormal one; one that bf16 holds; and zeros.
+    // Two ties, of which nearest-even rounds one down; the largest number; a subnormal one; one
+    // that bf16 holds; and zeros.
     let bits =
         [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x8000_0001, 0x4040_0000, 0, 0x8000_0000_u32];
     let values = Tensor::new(bits.map(f32::from_bits).as_slice(), &Device::Cpu).unwrap();

@@ -69,7 +69,8 @@ fn spec(name: &str, shape: &[usize], partition: Partition, padded_dim0: usize) -
     }
 }
 
-/// A model with every kind of cut: a padded vocabulary, replicated, by row, by column, fused by row and by column.
+/// A model with every kind of cut: a padded vocabulary, replicated, by row, by column, fused by row
+/// and by column.
 fn model(vocab: usize, num_layers: usize) -> Vec<ParamSpec> {
     let split = |dim, parts| Partition::Split { dim, parts };
     let mut specs =
@@ -93,8 +94,8 @@ struct Layout {
     /// The stage of each parameter.
     stages: Vec<usize>,
     pp: usize,
-    /// For each parameter and kind where the dp ranks' shares end, in 1/1024 of the flat buffer; `None` where dp ranks
-    /// are copies of each other.
+    /// For each parameter and kind where the dp ranks' shares end, in 1/1024 of the flat buffer;
+    /// `None` where dp ranks are copies of each other.
     zero: Option<Vec<usize>>,
     /// Of i16 stands for values in halves.
     dtype: DType,
@@ -128,8 +129,9 @@ impl Layout {
         self.tp * self.dp * self.pp
     }
 
-    /// A rank's shards over a buffer per kind, its elements made by `fill(name, kind, pieces, local elements)`: all that
-    /// it holds, or only what it owns, so that every logical element is in one rank's shards.
+    /// A rank's shards over a buffer per kind, its elements made by `fill(name, kind, pieces, local
+    /// elements)`: all that it holds, or only what it owns, so that every logical element is in one
+    /// rank's shards.
     fn shards(
         &self,
         model: &[ParamSpec],

@@ -1,5 +1,6 @@
-//! The collectives of large tensors between ranks that may read and write each other's memory: every byte is copied once, straight out of
-//! the tensor where it is, or into the one where it belongs. MPI libraries call this cross-memory attach.
+//! The collectives of large tensors between ranks that may read and write each other's memory:
+//! every byte is copied once, straight out of the tensor where it is, or into the one where it
+//! belongs. MPI libraries call this cross-memory attach.
 //!
 //! The windows serve to tell where the tensors are, and to meet when all have done their part.
 //! A tensor's storage is locked only while this rank writes it, never while waiting for a peer.
@@ -18,9 +19,11 @@ use crate::comm::local::{Mark, Reach, read_memory, write_memory};
 use crate::comm::reduce::reduce_in_place;
 use crate::{Error, Result};
 
-/// Bytes of a rank's part from which on this is done between two ranks. Below, the system calls outweigh the copies that they save.
+/// Bytes of a rank's part from which on this is done between two ranks. Below, the system calls
+/// outweigh the copies that they save.
 const FROM: usize = 32 << 10;
-/// The same between more ranks, where there are more calls, and of a reduce-scatter, which saves fewer copies.
+/// The same between more ranks, where there are more calls, and of a reduce-scatter, which saves
+/// fewer copies.
 const FROM_OF_MANY: usize = 64 << 10;
 /// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
 const PIECES: usize = 512 << 10;
@@ -89,7 +92,8 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(Some(Self { rounds, pids, addresses }))
     }
 
-    /// Waits until all have done their `work`. Where it failed because a peer is gone, that is the error.
+    /// Waits until all have done their `work`. Where it failed because a peer is gone, that is the
+    /// error.
     fn meet(self, work: Result<()>) -> Result<()> {
         self.rounds.pass()?;
         self.rounds.read(|_| Ok(()))?;
@@ -111,7 +115,8 @@ impl<'r, 'a> Direct<'r, 'a> {
     /// Copies `bytes` to byte `at` of every other's tensor.
     ///
     /// # Safety
-    /// Nobody else may read or write there while this call lasts, and the others must keep their tensors until all have met.
+    /// Nobody else may read or write there while this call lasts, and the others must keep their
+    /// tensors until all have met.
     #[allow(unsafe_code)]
     unsafe fn write_to_all(&self, at: usize, bytes: &[u8]) -> Result<()> {
         self.peers().try_for_each(|peer| {
@@ -146,8 +151,9 @@ impl<'r, 'a> Direct<'r, 'a> {
         )))
     }
 
-    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`, which may be the very place. Piece by piece
-    /// `then` gets what was combined and where in the tensors that is.
+    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`,
+    /// which may be the very place. Piece by piece `then` gets what was combined and where in the
+    /// tensors that is.
     fn combine(
         &mut self,
         input: &Tensor,
@@ -178,8 +184,8 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(())
     }
 
-    /// Copies `len` bytes from byte `at` of `peer`'s tensor, not this rank's, to byte `to` of `t`; in pieces, so that others who write to the storage
-    /// need not wait long.
+    /// Copies `len` bytes from byte `at` of `peer`'s tensor, not this rank's, to byte `to` of `t`;
+    /// in pieces, so that others who write to the storage need not wait long.
     fn copy(&self, peer: usize, at: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
         for piece in pieces(len, PIECES) {
             let place = to + piece.start..to + piece.end;
@@ -190,7 +196,8 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(())
     }
 
-    /// Copies `len` bytes from byte `at` of `input`, this rank's tensor, to byte `place` of `t`, unless that is where they are.
+    /// Copies `len` bytes from byte `at` of `input`, this rank's tensor, to byte `place` of `t`,
+    /// unless that is where they are.
     fn take_own(
         &self,
         input: &Tensor,
@@ -229,8 +236,9 @@ fn from(rounds: &Rounds) -> usize {
     if rounds.core.size() == 2 { FROM } else { FROM_OF_MANY }
 }
 
-/// A reduce-scatter and an all-gather (Rabenseifner 2004) in one: every rank combines its slice and writes it into the tensors of all. As all below,
-/// it says whether the call was done; where not, nothing was done, by any member.
+/// A reduce-scatter and an all-gather (Rabenseifner 2004) in one: every rank combines its slice and
+/// writes it into the tensors of all. As all below, it says whether the call was done; where not,
+/// nothing was done, by any member.
 pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
     if rounds.bytes() < rounds.core.size() * from(rounds) {
         return Ok(false);
@@ -251,7 +259,8 @@ fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
     // What this rank writes, apart from what the others do.
     let mine = t.flatten_all()?.narrow(0, own.start / width, own.len() / width)?;
     let combined = direct.combine(t, own.clone(), (&mine, 0), op, |direct, at, sums| {
-        // SAFETY: the slice is this rank's alone to read and write, in every member's tensor, and all keep them until they have met.
+        // SAFETY: the slice is this rank's alone to read and write, in every member's tensor, and
+        // all keep them until they have met.
         #[allow(unsafe_code)]
         unsafe {
             direct.write_to_all(at, sums)

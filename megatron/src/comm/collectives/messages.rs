@@ -1,9 +1,10 @@
 //! The collectives over messages: direct exchanges between every pair of ranks.
 //!
-//! All-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004) without trees or rings: each rank receives its
-//! slice from everyone, combines it in rank order, and returns it, so bits never depend on timing. Short tensors are
-//! exchanged whole and combined everywhere, which is one round instead of two and gives the same bits.
-//! A tensor's storage is locked only while it is copied or combined, never while waiting for a peer.
+//! All-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004) without trees or rings:
+//! each rank receives its slice from everyone, combines it in rank order, and returns it, so bits
+//! never depend on timing. Short tensors are exchanged whole and combined everywhere, which is one
+//! round instead of two and gives the same bits. A tensor's storage is locked only while it is
+//! copied or combined, never while waiting for a peer.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -145,8 +146,8 @@ pub fn broadcast(core: &Core, call: Call, t: &Tensor, root: usize) -> Result<()>
     write(t, 0, &core.recv(root, 0, call, Some(part(call, 0).len()), &[])?)
 }
 
-/// Where only the root receives: it tells the others that it takes itself for the root. Without that, two ranks that name each
-/// other's place would wait for each other.
+/// Where only the root receives: it tells the others that it takes itself for the root. Without
+/// that, two ranks that name each other's place would wait for each other.
 fn agree_on_root(core: &Core, call: Call, root: usize) -> Result<()> {
     if core.rank != root {
         return core.recv(root, 1, call, Some(0), &[]).map(drop);

@@ -1,5 +1,5 @@
-//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight out of and into the other ranks'
-//! memory. All give the same bits.
+//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight
+//! out of and into the other ranks' memory. All give the same bits.
 
 mod direct;
 mod messages;
@@ -16,7 +16,8 @@ use super::group::Core;
 use super::message::{Call, Payload};
 use crate::Result;
 
-/// Defines each operation by the one of the same name over the group's windows or, without those, over messages.
+/// Defines each operation by the one of the same name over the group's windows or, without those,
+/// over messages.
 macro_rules! either {
     ($($name:ident($($arg:ident: $t:ty),*) -> $r:ty;)*) => {$(
         pub(crate) fn $name(core: &Core, call: Call, $($arg: $t),*) -> Result<$r> {
@@ -41,7 +42,8 @@ either! {
     all_gather_bytes(mine: Payload) -> Vec<Vec<u8>>;
 }
 
-/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are none, since ranks meet even then.
+/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are
+/// none, since ranks meet even then.
 fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     (0..len.div_ceil(step).max(1)).map(move |i| i * step..((i + 1) * step).min(len))
 }

@@ -1,6 +1,8 @@
-//! Going through the blocks of a group's windows in step: waiting, and checking that all members do the same.
+//! Going through the blocks of a group's windows in step: waiting, and checking that all members do
+//! the same.
 //!
-//! Every block carries the header of its call, even where it has no bytes, so ranks that disagree about anything notice at once.
+//! Every block carries the header of its call, even where it has no bytes, so ranks that disagree
+//! about anything notice at once.
 
 use std::sync::MutexGuard;
 
@@ -102,8 +104,8 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// As [`Rounds::fill`], from the bytes of `t`. The block is posted before the storage is let go, which would wait until what was written
-    /// has left the core.
+    /// As [`Rounds::fill`], from the bytes of `t`. The block is posted before the storage is let
+    /// go, which would wait until what was written has left the core.
     pub fn fill_from(
         &mut self,
         t: &Tensor,

@@ -1,9 +1,11 @@
-//! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks that stay in a cache.
+//! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks
+//! that stay in a cache.
 //!
-//! A rank copies a block of its tensor into its window; the others read it there, so every byte is copied once on its way out and
-//! combined or copied once on its way in. While one block is read the next is filled already. Where ranks may reach each other's
-//! memory, [`direct`] does the large ones.
-//! A tensor's storage is locked only while a block is copied or combined, never while waiting for a peer.
+//! A rank copies a block of its tensor into its window; the others read it there, so every byte is
+//! copied once on its way out and combined or copied once on its way in. While one block is read
+//! the next is filled already. Where ranks may reach each other's memory, [`direct`] does the large
+//! ones. A tensor's storage is locked only while a block is copied or combined, never while waiting
+//! for a peer.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -19,11 +21,12 @@ use crate::comm::local::{BLOCK, copy_out};
 use crate::comm::message::Payload;
 use crate::comm::reduce::reduce_in_place;
 
-/// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of two, in which everybody combines
-/// everything. The bits are the same.
+/// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of
+/// two, in which everybody combines everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
 
-/// Bytes of a rank's part up to which its copy in the output waits for the others': lending the output takes longer than the copy.
+/// Bytes of a rank's part up to which its copy in the output waits for the others': lending the
+/// output takes longer than the copy.
 const COPIED_AT_ONCE: usize = 512;
 
 /// Fills and reads a block for every piece, filling the next before one is read.
@@ -107,7 +110,8 @@ pub fn all_reduce(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     )
 }
 
-/// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice for all.
+/// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice
+/// for all.
 fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     let (n, me, width) = (rounds.core.size(), rounds.core.rank, rounds.width());
     let pieces: Vec<_> = pieces(rounds.bytes(), BLOCK).collect();

@@ -1,4 +1,5 @@
-//! What the operations of a group use: its identity, messages and waits among its members, and what becomes of failures.
+//! What the operations of a group use: its identity, messages and waits among its members, and what
+//! becomes of failures.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -23,7 +24,8 @@ pub(crate) struct Core {
     pub endpoint: Arc<Endpoint>,
     /// When the handle was dropped: waits end soon after.
     pub dropped: Mutex<Option<Instant>>,
-    /// Why the group cannot be used any more: after a failure its ranks are no longer at the same operation.
+    /// Why the group cannot be used any more: after a failure its ranks are no longer at the same
+    /// operation.
     pub broken: OnceLock<String>,
     /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
     pub windows: Option<Mutex<Windows>>,
@@ -81,8 +83,8 @@ impl Core {
         ))
     }
 
-    /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are those whose messages
-    /// the caller waits for next; they are named, too, if the time runs out.
+    /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are
+    /// those whose messages the caller waits for next; they are named, too, if the time runs out.
     pub fn recv(
         &self,
         peer: usize,
@@ -122,8 +124,8 @@ impl Core {
         })
     }
 
-    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not ready are named, too, if the time
-    /// runs out.
+    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not
+    /// ready are named, too, if the time runs out.
     pub fn await_peer(
         &self,
         peer: usize,
@@ -147,7 +149,8 @@ impl Core {
         })
     }
 
-    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come either.
+    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come
+    /// either.
     fn failed(
         &self,
         failure: Failure,

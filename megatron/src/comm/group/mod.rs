@@ -1,7 +1,7 @@
 //! A group of ranks over any backend: the [`Communicator`] that `threads`, `local` and `tcp` share.
 //!
-//! Groups of one world share its connections; messages carry the group's identity, so a split costs one exchange of
-//! (color, key) and, where ranks share memory, a window of it.
+//! Groups of one world share its connections; messages carry the group's identity, so a split costs
+//! one exchange of (color, key) and, where ranks share memory, a window of it.
 
 mod core;
 mod receive;
@@ -87,7 +87,8 @@ impl EndpointGroup {
         let recorder = Recorder::current();
         let job = move |seq| {
             let call = Call { seq, ..call };
-            // The group's own thread records for the thread that issued; whoever waits, and runs it, records already.
+            // The group's own thread records for the thread that issued; whoever waits, and runs
+            // it, records already.
             let beside = recorder.filter(|_| Recorder::current().is_none());
             let _entered = beside.map(|recorder| recorder.enter(&format!("comm {}", core.name)));
             let bytes = call.count as usize * width(call.dtype);

@@ -56,7 +56,8 @@ impl Pending for Receive {
     }
 
     fn detach(self: Box<Self>) {
-        // The caller gave up the result, so there is nobody to tell of a failure; the group's next wait meets it.
+        // The caller gave up the result, so there is nobody to tell of a failure; the group's next
+        // wait meets it.
         let receiver = std::thread::Builder::new().name(format!("comm-recv-{}", self.core.name));
         let _ = receiver.spawn(move || drop(self.complete()));
     }

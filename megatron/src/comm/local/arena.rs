@@ -1,7 +1,8 @@
-//! Memory that the ranks of one host share besides the rings: windows for collectives and a heap for large messages.
+//! Memory that the ranks of one host share besides the rings: windows for collectives and a heap
+//! for large messages.
 //!
-//! Every rank owns a part of it, in which it alone hands out windows and blocks and tells the others where they are. What nobody
-//! has touched costs nothing.
+//! Every rank owns a part of it, in which it alone hands out windows and blocks and tells the
+//! others where they are. What nobody has touched costs nothing.
 #![allow(unsafe_code)]
 
 use std::fs::{File, Permissions};
@@ -20,7 +21,8 @@ use crate::comm::inbox::lock;
 /// Groups that a rank may belong to at a time and have a window for; others exchange messages.
 const WINDOWS: usize = 64;
 
-/// Bytes of a rank's heap in a world of `size` ranks: several messages of the largest usual size, less where there are many ranks.
+/// Bytes of a rank's heap in a world of `size` ranks: several messages of the largest usual size,
+/// less where there are many ranks.
 fn heap_bytes(size: usize) -> usize {
     ((4 << 30) / size.max(1)).clamp(32 << 20, 1 << 30).next_multiple_of(PAGE)
 }
@@ -29,7 +31,8 @@ fn rank_bytes(size: usize) -> usize {
     WINDOWS * WINDOW_BYTES + heap_bytes(size)
 }
 
-/// An unnamed file of `len` bytes in memory (`memfd_create(2)`), mapped. It vanishes with the last process that maps it.
+/// An unnamed file of `len` bytes in memory (`memfd_create(2)`), mapped. It vanishes with the last
+/// process that maps it.
 pub fn unnamed(len: usize) -> std::io::Result<(File, MmapRaw)> {
     // SAFETY: the name is a C string; the result is checked.
     let fd = unsafe { libc::memfd_create(c"megatron-comm".as_ptr(), libc::MFD_CLOEXEC) };
@@ -74,12 +77,13 @@ impl Memory {
     pub fn at<T: Shared>(&self, offset: usize) -> &T {
         let pointer = self.bytes(offset, size_of::<T>()).cast::<T>();
         assert!(pointer.is_aligned());
-        // SAFETY: in bounds and aligned, as just checked. `T` consists of atomics, for which any bytes are a value and which other
-        // processes may change at any time.
+        // SAFETY: in bounds and aligned, as just checked. `T` consists of atomics, for which any
+        // bytes are a value and which other processes may change at any time.
         unsafe { &*pointer }
     }
 
-    /// The first of `len` bytes from `offset` on. Whoever reads or writes through it sees to it that nobody else writes.
+    /// The first of `len` bytes from `offset` on. Whoever reads or writes through it sees to it
+    /// that nobody else writes.
     pub fn bytes(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
@@ -128,7 +132,8 @@ impl Arena {
         Arc::new(Self { memory, rank, size, heap, uses: Mutex::new(vec![Use::InUse]) })
     }
 
-    /// The views of `size` ranks that are threads of this process; `None` if the system refuses the memory.
+    /// The views of `size` ranks that are threads of this process; `None` if the system refuses the
+    /// memory.
     pub fn of_threads(size: usize) -> Option<Vec<Arc<Self>>> {
         let (_, map) = unnamed(Self::bytes(size)).ok()?;
         let map = Arc::new(map);

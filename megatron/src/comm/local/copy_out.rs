@@ -1,15 +1,17 @@
 //! Storing what other ranks will read.
 //!
-//! A cache line that another core has read costs its writer far more than one of its own, how much more depends on the machine, and on some
-//! machines on which cores the two run on. Storing past the caches costs the same everywhere, but has the reader fetch from memory. So copies are
-//! timed, and now and then made the other way.
+//! A cache line that another core has read costs its writer far more than one of its own, how much
+//! more depends on the machine, and on some machines on which cores the two run on. Storing past
+//! the caches costs the same everywhere, but has the reader fetch from memory. So copies are timed,
+//! and now and then made the other way.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use kernels::tensor::nontemporal;
 
-/// Bytes of a copy from which on it may be stored past the caches. What is smaller the reader finds in caches too often.
+/// Bytes of a copy from which on it may be stored past the caches. What is smaller the reader finds
+/// in caches too often.
 const FROM: usize = 16 << 10;
 /// One copy in so many is made the way that seems slower.
 const PROBE: u32 = 64;
@@ -51,7 +53,8 @@ impl Ways {
     }
 }
 
-/// Copies what others will read, and this rank seldom, to where they see it. It is complete once they see a later store.
+/// Copies what others will read, and this rank seldom, to where they see it. It is complete once
+/// they see a later store.
 pub fn copy_out(to: &mut [u8], from: &[u8]) {
     if from.len() < FROM {
         to.copy_from_slice(from);
@@ -70,7 +73,8 @@ pub fn copy_out(to: &mut [u8], from: &[u8]) {
 mod tests {
     use super::*;
 
-    /// How many of `copies` go past the caches where a KiB takes so many nanoseconds in the usual way and past the caches.
+    /// How many of `copies` go past the caches where a KiB takes so many nanoseconds in the usual
+    /// way and past the caches.
     fn past_caches(ways: &Ways, copies: usize, (usual, past): (f32, f32)) -> usize {
         let one = |_: &usize| {
             let way = ways.next();

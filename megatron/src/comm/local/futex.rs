@@ -12,8 +12,9 @@ pub fn wait(word: &AtomicU32, seen: u32, patience: Duration) {
         tv_sec: patience.as_secs().min(3600) as libc::time_t,
         tv_nsec: patience.subsec_nanos() as libc::c_long,
     };
-    // SAFETY: `word` is a live, aligned u32 and `timeout` lives through the call. Every outcome (woken, changed,
-    // timed out, interrupted) is a permitted early return, so the result needs no look.
+    // SAFETY: `word` is a live, aligned u32 and `timeout` lives through the call. Every outcome
+    // (woken, changed, timed out, interrupted) is a permitted early return, so the result needs no
+    // look.
     unsafe {
         libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT, seen, &raw const timeout);
     }

@@ -1,7 +1,8 @@
 //! Blocks of shared memory that large messages are handed over in.
 //!
-//! The sender copies a message into a block of its own heap and tells the receiver where it is; the receiver copies it out and marks
-//! the block. Both work at the same time: the sender publishes how far it has come.
+//! The sender copies a message into a block of its own heap and tells the receiver where it is; the
+//! receiver copies it out and marks the block. Both work at the same time: the sender publishes how
+//! far it has come.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -91,7 +92,8 @@ impl Draft {
         let written = &self.memory.at::<Control>(0).written;
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             let to = self.memory.bytes(DATA + i * PIECE, piece.len());
-            // SAFETY: `to` has room for the piece within this block, which the receiver does not read before it is published.
+            // SAFETY: `to` has room for the piece within this block, which the receiver does not
+            // read before it is published.
             let to = unsafe { std::slice::from_raw_parts_mut(to, piece.len()) };
             copy_out(to, piece);
             written.publish(i as u32 + 1);
@@ -131,7 +133,8 @@ impl Block {
         let start = index * PIECE;
         let len = PIECE.min(self.len() - start);
         let from = self.memory.bytes(DATA + start, len);
-        // SAFETY: `len` bytes of the block, which the sender has published and leaves alone until this block is dropped.
+        // SAFETY: `len` bytes of the block, which the sender has published and leaves alone until
+        // this block is dropped.
         unsafe { std::slice::from_raw_parts(from, len) }
     }
 }

@@ -1,9 +1,10 @@
-//! Backend for processes of one host, over shared memory: a ring of bytes per ordered pair of ranks for messages, windows for
-//! collectives, and a heap per rank for large messages. Threads of one process share windows and heaps, too.
+//! Backend for processes of one host, over shared memory: a ring of bytes per ordered pair of ranks
+//! for messages, windows for collectives, and a heap per rank for large messages. Threads of one
+//! process share windows and heaps, too.
 //!
-//! The memory belongs to an unnamed file (`memfd_create`) that the others open through rank 0's `/proc` entry, so
-//! nothing stays behind however a run ends. Waiting ranks sleep in the kernel and look ten times a second whether
-//! their peer still lives.
+//! The memory belongs to an unnamed file (`memfd_create`) that the others open through rank 0's
+//! `/proc` entry, so nothing stays behind however a run ends. Waiting ranks sleep in the kernel and
+//! look ten times a second whether their peer still lives.
 
 mod arena;
 mod copy_out;
@@ -162,7 +163,8 @@ pub(crate) struct LocalLink {
 }
 
 impl LocalLink {
-    /// Connects over a segment that this rank has joined. `timeout` bounds how long leaving waits for receivers.
+    /// Connects over a segment that this rank has joined. `timeout` bounds how long leaving waits
+    /// for receivers.
     pub fn new(segment: Arc<Segment>, timeout: Duration) -> Self {
         let (rank, size) = (segment.rank(), segment.size());
         let sender = |dst| {

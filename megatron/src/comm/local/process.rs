@@ -1,6 +1,7 @@
 //! Whether a process of this host still lives.
 //!
-//! A process is its pid and its start time, since the kernel hands pids out again (`proc_pid_stat(5)`).
+//! A process is its pid and its start time, since the kernel hands pids out again
+//! (`proc_pid_stat(5)`).
 
 /// A process, recognizable after its pid was given to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +30,8 @@ fn parse(stat: &str) -> Option<Stat> {
 }
 
 impl Stat {
-    /// Whether the process will do nothing any more. Before it is a zombie, one that computed on a GPU may spend seconds in giving that back.
+    /// Whether the process will do nothing any more. Before it is a zombie, one that computed on a
+    /// GPU may spend seconds in giving that back.
     fn is_over(self) -> bool {
         matches!(self.state, 'Z' | 'X') || self.flags & EXITING != 0
     }

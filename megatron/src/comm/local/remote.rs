@@ -1,6 +1,8 @@
-//! Reading and writing the memory of other processes of this host (`process_vm_readv(2)`, `process_vm_writev(2)`).
+//! Reading and writing the memory of other processes of this host (`process_vm_readv(2)`,
+//! `process_vm_writev(2)`).
 //!
-//! The system allows it to processes of the same user, in the same container; where it does not, [`Windows`](super::Windows) serve.
+//! The system allows it to processes of the same user, in the same container; where it does not,
+//! [`Windows`](super::Windows) serve.
 #![allow(unsafe_code)]
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -20,7 +22,8 @@ pub enum Reach {
     Yes(Arc<[u32]>),
 }
 
-/// What others read, and write again as it is, to make sure that it is this process whose memory they reach.
+/// What others read, and write again as it is, to make sure that it is this process whose memory
+/// they reach.
 static SECRET: OnceLock<AtomicU64> = OnceLock::new();
 
 /// A process and a number in its memory.
@@ -67,7 +70,8 @@ impl Mark {
         let mut there = [0; 8];
         read(self.pid, self.address, &mut there).is_ok()
             && u64::from_ne_bytes(there) == self.secret
-            // SAFETY: that process has its mark's number there, an atomic one, which stays what it is.
+            // SAFETY: that process has its mark's number there, an atomic one, which stays what it
+            // is.
             && unsafe { write(self.pid, self.address, &there) }.is_ok()
     }
 }
@@ -102,7 +106,8 @@ enum Direction {
 /// Copies `len` bytes between `here` and `there` of process `pid`.
 ///
 /// # Safety
-/// The bytes at `here` must be the caller's to read, or to write where they are copied here; those of the other process are as much its own.
+/// The bytes at `here` must be the caller's to read, or to write where they are copied here; those
+/// of the other process are as much its own.
 #[cfg(target_os = "linux")]
 unsafe fn transfer(
     direction: Direction,

@@ -1,7 +1,7 @@
 //! A stream of bytes from one rank to another through shared memory.
 //!
-//! A single-producer, single-consumer ring (Lamport 1983): each side publishes its own position and only reads the
-//! other's.
+//! A single-producer, single-consumer ring (Lamport 1983): each side publishes its own position and
+//! only reads the other's.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use std::time::Duration;
 use super::segment::Segment;
 use super::side::Side;
 
-/// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst` reads.
+/// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst`
+/// reads.
 pub struct Ring {
     segment: Arc<Segment>,
     src: usize,
@@ -61,8 +62,8 @@ impl Ring {
         let position = writer.position.load(Ordering::Relaxed);
         let mut rest = bytes;
         for (to, len) in self.runs(position, len) {
-            // SAFETY: `to` has `len` bytes in the ring that the reader has released and will not touch before the
-            // position below is published; `rest` has as many.
+            // SAFETY: `to` has `len` bytes in the ring that the reader has released and will not
+            // touch before the position below is published; `rest` has as many.
             unsafe { std::ptr::copy_nonoverlapping(rest.as_ptr(), to, len) };
             rest = &rest[len..];
         }
@@ -80,8 +81,8 @@ impl Ring {
         }
         let position = reader.position.load(Ordering::Relaxed);
         for (from, len) in self.runs(position, len) {
-            // SAFETY: `from` has `len` bytes that the writer has published and will not touch before they are released
-            // below; the slice does not outlive this statement.
+            // SAFETY: `from` has `len` bytes that the writer has published and will not touch
+            // before they are released below; the slice does not outlive this statement.
             out.extend_from_slice(unsafe { std::slice::from_raw_parts(from, len) });
         }
         reader.publish(position.wrapping_add(len as u32));

@@ -1,7 +1,8 @@
 //! The shared memory of one world: who takes part, whether the run is over, and the rings.
 //!
-//! Layout, in pages: one with the world's facts and the verdict, those with a slot per rank, then per ordered pair of
-//! ranks one page with the ring's positions and its bytes, then the arena. Untouched pages cost nothing.
+//! Layout, in pages: one with the world's facts and the verdict, those with a slot per rank, then
+//! per ordered pair of ranks one page with the ring's positions and its bytes, then the arena.
+//! Untouched pages cost nothing.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -182,8 +183,9 @@ impl Segment {
         assert!(
             offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.map.len()
         );
-        // SAFETY: in bounds and aligned (checked above; the mapping starts on a page). Every `T` used here consists of
-        // atomics, for which any bytes are a value and which other processes may change at any time.
+        // SAFETY: in bounds and aligned (checked above; the mapping starts on a page). Every `T`
+        // used here consists of atomics, for which any bytes are a value and which other processes
+        // may change at any time.
         unsafe { &*self.map.as_mut_ptr().add(offset).cast::<T>() }
     }
 

@@ -1,7 +1,7 @@
 //! A position in shared memory that one side publishes and the other waits for.
 //!
-//! The waiting side counts itself in `sleepers` before it sleeps on the position, so publishing costs a system call only when
-//! somebody sleeps.
+//! The waiting side counts itself in `sleepers` before it sleeps on the position, so publishing
+//! costs a system call only when somebody sleeps.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -10,10 +10,11 @@ use super::futex;
 
 /// How long a waiter looks again and again before it sleeps; about the cost of being woken.
 const SPIN: Duration = Duration::from_micros(20);
-/// The same where there is a core for every rank, which has nothing else to do: being woken there means that an idle core has to be woken.
+/// The same where there is a core for every rank, which has nothing else to do: being woken there
+/// means that an idle core has to be woken.
 const SPIN_ALONE: Duration = Duration::from_micros(300);
-/// How long of that it keeps its core for itself, where there is one for every rank. After that whoever else is there may run: on a busy
-/// machine that may be the very rank that is waited for.
+/// How long of that it keeps its core for itself, where there is one for every rank. After that
+/// whoever else is there may run: on a busy machine that may be the very rank that is waited for.
 const ALONE: Duration = Duration::from_micros(2);
 
 /// A position on its own cache line.
@@ -28,8 +29,8 @@ pub struct Side {
 impl Side {
     /// Publishes that this side has moved on, and wakes the other if it sleeps.
     pub fn publish(&self, position: u32) {
-        // In one order with what `wait` does: either this side sees a sleeper, or the sleeper sees the new position. Exchanged rather than
-        // stored before a fence, which takes longer.
+        // In one order with what `wait` does: either this side sees a sleeper, or the sleeper sees
+        // the new position. Exchanged rather than stored before a fence, which takes longer.
         self.position.swap(position, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) != 0 {
             futex::wake(&self.position);
@@ -42,8 +43,8 @@ impl Side {
         self.position.store(0, Ordering::Release);
     }
 
-    /// Looks until it is `ready`, for about as long as being woken would take; returns whether it is. `alone` tells that there is a core
-    /// for every rank.
+    /// Looks until it is `ready`, for about as long as being woken would take; returns whether it
+    /// is. `alone` tells that there is a core for every rank.
     pub fn spin(alone: bool, ready: impl Fn() -> bool) -> bool {
         let mut start = None;
         loop {
@@ -64,7 +65,8 @@ impl Side {
         }
     }
 
-    /// Sleeps until `ready`, which this side must bring about, or until `patience` is over; returns whether it is ready.
+    /// Sleeps until `ready`, which this side must bring about, or until `patience` is over; returns
+    /// whether it is ready.
     pub fn wait(&self, patience: Duration, ready: impl Fn() -> bool) -> bool {
         if ready() {
             return true;
@@ -72,7 +74,8 @@ impl Side {
         if patience.is_zero() {
             return false;
         }
-        // A process that is killed here stays counted, which costs the others a needless system call at most.
+        // A process that is killed here stays counted, which costs the others a needless system
+        // call at most.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let start = Instant::now();
         let is_ready = loop {

@@ -1,8 +1,9 @@
 //! Where a rank shows blocks of bytes to the other members of a group.
 //!
-//! A window is a ring of [`SLOTS`] blocks with one writer and many readers. The members of a group go through its blocks in step:
-//! everyone posts its k-th block and reads everyone's k-th; a slot is filled again once all have read it. Blocks stay small
-//! enough to be read from a cache of the machine instead of its memory.
+//! A window is a ring of [`SLOTS`] blocks with one writer and many readers. The members of a group
+//! go through its blocks in step: everyone posts its k-th block and reads everyone's k-th; a slot
+//! is filled again once all have read it. Blocks stay small enough to be read from a cache of the
+//! machine instead of its memory.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -15,7 +16,8 @@ use super::remote::Reach;
 use super::side::Side;
 use crate::comm::message::{Header, Words};
 
-/// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for each other more often.
+/// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for
+/// each other more often.
 pub const BLOCK: usize = 512 << 10;
 /// Blocks that a rank may be ahead of the slowest reader; an all-reduce has three in flight.
 pub const SLOTS: u32 = 4;
@@ -24,7 +26,8 @@ pub const WINDOW_BYTES: usize = PAGE + SLOTS as usize * BLOCK;
 /// Where the notes on the slots begin, each on a cache line of its own.
 const NOTES: usize = 1024;
 
-/// The start of a window. While nobody sleeps, readers learn from the slots' notes what they wait for and leave these lines to the owner.
+/// The start of a window. While nobody sleeps, readers learn from the slots' notes what they wait
+/// for and leave these lines to the owner.
 #[repr(C)]
 struct Control {
     /// Blocks that the owner has posted.
@@ -38,7 +41,8 @@ struct Control {
 // SAFETY: atomics alone.
 unsafe impl Shared for Control {}
 
-/// What a reader must know of a slot's block, in one cache line, so that it fetches no other before the block itself.
+/// What a reader must know of a slot's block, in one cache line, so that it fetches no other before
+/// the block itself.
 #[repr(C, align(64))]
 struct Note {
     /// The header of the block, as it travels.
@@ -102,7 +106,8 @@ pub struct Windows {
     index: usize,
     posted: u32,
     taken: u32,
-    /// How far each member had read as far as this rank knows: looking costs a cache line that its writer then has to fetch back.
+    /// How far each member had read as far as this rank knows: looking costs a cache line that its
+    /// writer then has to fetch back.
     taken_by: Vec<Cell<u32>>,
     /// Bytes of the next block of each member.
     lens: Vec<usize>,
@@ -111,7 +116,8 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// `members` are the ranks of the world and the indices of their windows; this rank is the `me`-th. `None` if there is no such window.
+    /// `members` are the ranks of the world and the indices of their windows; this rank is the
+    /// `me`-th. `None` if there is no such window.
     pub fn new(
         arena: Arc<Arena>,
         me: usize,
@@ -160,7 +166,8 @@ impl Windows {
     /// Whether `peer` has posted the next block to read.
     pub fn has_block(&self, peer: usize) -> bool {
         let note = self.all[peer].note(self.taken);
-        // Until then the slot has an earlier block, since it is not filled anew before all have read it.
+        // Until then the slot has an earlier block, since it is not filled anew before all have
+        // read it.
         let is_there = note.posted.load(Ordering::Acquire) == self.taken.wrapping_add(1);
         if is_there {
             let (known, taken) = (&self.taken_by[peer], note.taken.load(Ordering::Relaxed));
@@ -174,8 +181,9 @@ impl Windows {
     /// The next slot to fill; call only once all have room.
     pub fn slot(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= BLOCK);
-        // SAFETY: `len` bytes within this rank's own window, which no rank reads now: all have read what it held, as the caller made
-        // sure, and wait for this round's block. This rank neither, since `self` is borrowed mutably.
+        // SAFETY: `len` bytes within this rank's own window, which no rank reads now: all have read
+        // what it held, as the caller made sure, and wait for this round's block. This rank
+        // neither, since `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.all[self.me].block(self.posted), len) }
     }
 
@@ -193,7 +201,8 @@ impl Windows {
         self.lens[peer] = len;
     }
 
-    /// The next blocks of all members; call only once all are there and have been given their lengths.
+    /// The next blocks of all members; call only once all are there and have been given their
+    /// lengths.
     pub fn blocks(&self) -> Blocks<'_> {
         Blocks(self)
     }
@@ -206,7 +215,8 @@ impl Windows {
                 && len <= BLOCK
         );
         let slot = self.all[self.me].block(self.posted);
-        // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than `SLOTS` rounds behind.
+        // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than
+        // `SLOTS` rounds behind.
         let slot = unsafe { std::slice::from_raw_parts_mut(slot, len) };
         (Blocks(self), slot)
     }
@@ -228,7 +238,8 @@ impl Windows {
     /// The first `len` bytes of the block that this rank has posted last.
     pub fn last_posted(&self, len: usize) -> &[u8] {
         assert!(self.posted != self.taken && len <= BLOCK);
-        // SAFETY: within this rank's own window; only this rank writes there, for which `self` must be borrowed mutably.
+        // SAFETY: within this rank's own window; only this rank writes there, for which `self` must
+        // be borrowed mutably.
         unsafe {
             std::slice::from_raw_parts(self.all[self.me].block(self.posted.wrapping_sub(1)), len)
         }
@@ -250,8 +261,9 @@ impl<'a> Blocks<'a> {
     pub fn of(self, peer: usize) -> &'a [u8] {
         let Self(windows) = self;
         let from = windows.all[peer].block(windows.taken);
-        // SAFETY: as many bytes of the window of `peer` as a block can have at most. It has posted the block, as whoever asked for the blocks
-        // made sure, and leaves it alone until this rank has taken it, for which `windows` must be borrowed mutably.
+        // SAFETY: as many bytes of the window of `peer` as a block can have at most. It has posted
+        // the block, as whoever asked for the blocks made sure, and leaves it alone until this rank
+        // has taken it, for which `windows` must be borrowed mutably.
         unsafe { std::slice::from_raw_parts(from, windows.lens[peer]) }
     }
 

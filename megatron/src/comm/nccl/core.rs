@@ -1,4 +1,5 @@
-//! What a group has of NCCL's while it lives: a communicator, a stream, what is in flight on it, and how failures there become the run's.
+//! What a group has of NCCL's while it lives: a communicator, a stream, what is in flight on it,
+//! and how failures there become the run's.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -56,8 +57,8 @@ impl Core {
         Ok(core)
     }
 
-    /// A group whose ranks are connected: a first operation on an f32, by all at this point, leaves nothing for which a later one would have
-    /// to wait while its peers are at another group's.
+    /// A group whose ranks are connected: a first operation on an f32, by all at this point, leaves
+    /// nothing for which a later one would have to wait while its peers are at another group's.
     pub fn connected(
         host: Group,
         comm: Comm,
@@ -87,7 +88,8 @@ impl Core {
     }
 
     /// # Errors
-    /// If the run is over: the first cause, whatever failed because of it since. `what` is what cannot be done now.
+    /// If the run is over: the first cause, whatever failed because of it since. `what` is what
+    /// cannot be done now.
     pub fn check(&self, what: &str) -> Result<()> {
         if let Some(found) = self.watchdog.found() {
             return Err(Error::comm(found));
@@ -105,8 +107,8 @@ impl Core {
         Ok(())
     }
 
-    /// What to report when NCCL refuses `what`: the first cause if there is one, or if it is found out at once, for NCCL says neither why a
-    /// communicator was aborted nor which peer it misses.
+    /// What to report when NCCL refuses `what`: the first cause if there is one, or if it is found
+    /// out at once, for NCCL says neither why a communicator was aborted nor which peer it misses.
     pub fn cause(&self, what: &str, failed: Failed) -> Error {
         let start = Instant::now();
         // Longer than the watchdog waits: where it meets the same failure, both say the same.
@@ -166,7 +168,8 @@ impl Core {
             done: done.clone(),
             _tensors: tensors,
         });
-        // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it may be what empties it.
+        // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it
+        // may be what empties it.
         drop(in_flight);
         drop(ended);
         Ok(done)
@@ -177,7 +180,8 @@ impl Core {
         self.wait_until(what, || self.comm.is_ready().map_err(|failed| self.cause(what, failed)))
     }
 
-    /// Waits until `what` is so far, as long as the run goes on and no longer than any operation may take: a peer may hang that nobody misses.
+    /// Waits until `what` is so far, as long as the run goes on and no longer than any operation
+    /// may take: a peer may hang that nobody misses.
     fn wait_until(&self, what: &str, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while !is_done()? {
@@ -201,12 +205,14 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // Nobody waits any more for what a thread that panicked had queued: others are told at once, rather than after the wait below.
+        // Nobody waits any more for what a thread that panicked had queued: others are told at
+        // once, rather than after the wait below.
         if std::thread::panicking() {
             self.host.abort("its thread panicked");
             self.watchdog.end();
         }
-        // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's until that is done.
+        // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's
+        // until that is done.
         if self.watchdog.is_over() {
             return self.watchdog.wait_for_end();
         }

@@ -1,10 +1,13 @@
-//! Messages between two ranks: a lane for each direction and tag, with a communicator and a stream of its own.
+//! Messages between two ranks: a lane for each direction and tag, with a communicator and a stream
+//! of its own.
 //!
-//! NCCL matches messages of a communicator by their order alone, and a send occupies its stream until the peer receives. On a common stream
-//! two stages that both have an activation under way would wait for each other's gradient. Lanes are independent, as messages of the CPU's
-//! transports are: what is sent waits for its receiver and for nothing else. The two ranks of a lane meet when it starts, on the lane's
-//! thread, so that nobody else waits for it. Pipelines start theirs before the first step ([`Lane::connected`]): connecting takes memory and
-//! may wait for the device, which must not be amid messages that wait for each other.
+//! NCCL matches messages of a communicator by their order alone, and a send occupies its stream
+//! until the peer receives. On a common stream two stages that both have an activation under way
+//! would wait for each other's gradient. Lanes are independent, as messages of the CPU's transports
+//! are: what is sent waits for its receiver and for nothing else. The two ranks of a lane meet when
+//! it starts, on the lane's thread, so that nobody else waits for it. Pipelines start theirs before
+//! the first step ([`Lane::connected`]): connecting takes memory and may wait for the device, which
+//! must not be amid messages that wait for each other.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

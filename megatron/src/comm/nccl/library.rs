@@ -1,6 +1,8 @@
-//! NCCL's communicators, in non-blocking mode: a call returns at once, and whether it went well is asked for.
+//! NCCL's communicators, in non-blocking mode: a call returns at once, and whether it went well is
+//! asked for.
 //!
-//! Library and driver are called through `cudarc`'s lowest level: its safe one has neither splits nor aborts nor asynchronous errors.
+//! Library and driver are called through `cudarc`'s lowest level: its safe one has neither splits
+//! nor aborts nor asynchronous errors.
 
 #![allow(unsafe_code)]
 
@@ -114,8 +116,9 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
 
 /// A rank's communicator; none once it was aborted.
 pub struct Comm {
-    /// Every call of NCCL's with the handle is made under the lock, and whoever ends the communicator takes the handle out first: an abort
-    /// frees what it points to. Calls return at once (non-blocking mode), and an abort waits for one that does not for a moment only.
+    /// Every call of NCCL's with the handle is made under the lock, and whoever ends the
+    /// communicator takes the handle out first: an abort frees what it points to. Calls return at
+    /// once (non-blocking mode), and an abort waits for one that does not for a moment only.
     raw: Mutex<Option<sys::ncclComm_t>>,
     context: Arc<CudaContext>,
 }
@@ -143,7 +146,8 @@ impl Splitting {
 }
 
 impl Comm {
-    /// Begins to join the communicator `id` as one of `size` ranks; ready once [`Comm::is_ready`] says so.
+    /// Begins to join the communicator `id` as one of `size` ranks; ready once [`Comm::is_ready`]
+    /// says so.
     ///
     /// # Errors
     /// What NCCL says at once.
@@ -157,7 +161,8 @@ impl Comm {
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let mut config = Config::non_blocking();
         let mut comm = std::ptr::null_mut();
-        // SAFETY: the configuration is laid out as NCCL's of the version that it names, and is copied by the call.
+        // SAFETY: the configuration is laid out as NCCL's of the version that it names, and is
+        // copied by the call.
         let result = unsafe {
             let config = std::ptr::from_mut(&mut config).cast();
             sys::ncclCommInitRankConfig(&mut comm, size as c_int, id, rank as c_int, config)
@@ -166,18 +171,21 @@ impl Comm {
         Ok(Self { raw: Mutex::new(Some(comm)), context: context.clone() })
     }
 
-    /// Begins to split it, as all its ranks must; once [`Comm::is_ready`] says that this is done, [`Splitting::part`] has the result.
+    /// Begins to split it, as all its ranks must; once [`Comm::is_ready`] says that this is done,
+    /// [`Splitting::part`] has the result.
     ///
     /// # Errors
     /// What NCCL says at once.
     pub fn split(&self, color: Option<usize>, key: usize) -> Result<Splitting> {
         let mut config = Config::non_blocking();
-        // NCCL's own thread writes it before the parent is ready, or never: so it stays if that does not come to pass.
+        // NCCL's own thread writes it before the parent is ready, or never: so it stays if that
+        // does not come to pass.
         let comm = Box::leak(Box::new(std::ptr::null_mut()));
         let place: *mut sys::ncclComm_t = comm;
         let color_or_none = color.map_or(-1, |color| color as c_int); // NCCL_SPLIT_NOCOLOR
         self.call(|raw| {
-            // SAFETY: a live communicator; the configuration as above; the result has a place that stays.
+            // SAFETY: a live communicator; the configuration as above; the result has a place that
+            // stays.
             unsafe {
                 let config = std::ptr::from_mut(&mut config).cast();
                 sys::ncclCommSplit(raw, color_or_none, key as c_int, place, config)
@@ -194,7 +202,8 @@ impl Comm {
         is_ready(lock(&self.raw).as_ref())
     }
 
-    /// As [`Comm::is_ready`], for whoever must not wait: while another thread is in a call there is nothing to tell.
+    /// As [`Comm::is_ready`], for whoever must not wait: while another thread is in a call there is
+    /// nothing to tell.
     ///
     /// # Errors
     /// As [`Comm::is_ready`].
@@ -220,7 +229,8 @@ impl Comm {
     /// What NCCL says at once.
     pub fn queue(&self, stream: &CudaStream, operations: &[Operation]) -> Result<()> {
         self.call(|comm| {
-            // SAFETY: a live communicator and stream. The addresses are of tensors that whoever queues keeps until the stream is through.
+            // SAFETY: a live communicator and stream. The addresses are of tensors that whoever
+            // queues keeps until the stream is through.
             unsafe {
                 let begun = sys::ncclGroupStart();
                 if begun != sys::ncclResult_t::ncclSuccess {
@@ -244,8 +254,9 @@ impl Comm {
         abort(&[self]);
     }
 
-    /// The handle, which nobody else finds any more, unless a call does not return before `deadline`. The lock is not held any longer: ending
-    /// a communicator may take long, and others want to know that it is over.
+    /// The handle, which nobody else finds any more, unless a call does not return before
+    /// `deadline`. The lock is not held any longer: ending a communicator may take long, and others
+    /// want to know that it is over.
     fn take_until(
         &self,
         deadline: Instant,
@@ -272,7 +283,8 @@ impl Drop for Comm {
         let raw = lock(&self.raw).take();
         if let Some(comm) = raw {
             let _ = bind(&self.context);
-            // SAFETY: a live communicator, which nobody else finds. Whoever drops it has waited for its stream.
+            // SAFETY: a live communicator, which nobody else finds. Whoever drops it has waited for
+            // its stream.
             let _ = unsafe { sys::ncclCommDestroy(comm) };
         }
     }
@@ -281,9 +293,11 @@ impl Drop for Comm {
 /// A communicator that is still in a call of NCCL's.
 struct StillCalled;
 
-/// From here on (2.22) NCCL aborts the communicators of a group together; before, each call in a group aborts at once.
+/// From here on (2.22) NCCL aborts the communicators of a group together; before, each call in a
+/// group aborts at once.
 const ABORTS_GROUPS: i32 = 22_200;
-/// How long calls under way may take before communicators are aborted without those that they are of.
+/// How long calls under way may take before communicators are aborted without those that they are
+/// of.
 const CALLS_END: Duration = Duration::from_secs(1);
 /// How long communicators may take to end before the caller goes on without them.
 const ABORTS_END: Duration = Duration::from_secs(10);
@@ -308,11 +322,13 @@ impl Condemned {
 
 /// Ends what is in flight on all of `comms`, as [`Comm::abort`] does for one.
 ///
-/// Not one after the other: an abort has the communicator's own operations end, then frees memory, which may wait for whatever runs on the
-/// device, so for an operation of the next communicator that hangs (<https://github.com/NVIDIA/nccl/issues/1013>).
+/// Not one after the other: an abort has the communicator's own operations end, then frees memory,
+/// which may wait for whatever runs on the device, so for an operation of the next communicator
+/// that hangs (<https://github.com/NVIDIA/nccl/issues/1013>).
 pub fn abort(comms: &[&Comm]) {
     let mut left = comms.to_vec();
-    // Calls that do not return may wait for another communicator, so what they are of is tried again once the others have ended.
+    // Calls that do not return may wait for another communicator, so what they are of is tried
+    // again once the others have ended.
     for _ in 0..2 {
         let deadline = Instant::now() + CALLS_END;
         let mut condemned = Vec::new();
@@ -353,7 +369,8 @@ fn abort_together(condemned: Vec<Condemned>) {
     let _ = wait.recv_timeout(ABORTS_END);
 }
 
-/// Aborts some by this thread, as a group of NCCL's: all are told to end before one waits for what it has to.
+/// Aborts some by this thread, as a group of NCCL's: all are told to end before one waits for what
+/// it has to.
 fn abort_part(part: Vec<Condemned>) {
     if let [one] = &part[..] {
         return one.abort();
@@ -365,8 +382,9 @@ fn abort_part(part: Vec<Condemned>) {
     let _ = unsafe { sys::ncclGroupEnd() };
 }
 
-/// Makes `context` the calling thread's. cudarc's own way (`bind_to_thread`) also takes out the error that a tensor's end has left for whoever
-/// asks next, which would be lost on a thread that has nothing to do with it.
+/// Makes `context` the calling thread's. cudarc's own way (`bind_to_thread`) also takes out the
+/// error that a tensor's end has left for whoever asks next, which would be lost on a thread that
+/// has nothing to do with it.
 pub fn bind(context: &CudaContext) -> Result<()> {
     // SAFETY: the context lives; a context is one of any thread's.
     unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }
@@ -490,7 +508,8 @@ fn reduction(op: ReduceOp) -> sys::ncclRedOp_t {
 
 impl Operation {
     /// # Safety
-    /// The communicator and stream live; the addresses hold as many elements until the stream is through.
+    /// The communicator and stream live; the addresses hold as many elements until the stream is
+    /// through.
     unsafe fn queue(self, comm: sys::ncclComm_t, stream: &CudaStream) -> sys::ncclResult_t {
         let stream = stream.cu_stream().cast();
         let read = |at: DevicePointer| at.address() as *const c_void;

@@ -1,13 +1,17 @@
 //! Groups whose tensors on GPUs go by NCCL, beside a group of the CPU for everything else.
 //!
-//! An operation on a GPU's tensor is queued on the group's own stream, behind an event of the tensor's stream, and waiting for it makes the
-//! tensor's stream wait for an event of the group's: the host never waits. Ranges of flat buffers are used where they lie.
+//! An operation on a GPU's tensor is queued on the group's own stream, behind an event of the
+//! tensor's stream, and waiting for it makes the tensor's stream wait for an event of the group's:
+//! the host never waits. Ranges of flat buffers are used where they lie.
 //!
-//! The CPU's group carries what is small and on the host (counts, verdicts, f64 sums), NCCL's identities, and the news that a rank is lost.
-//! A [`watchdog`] polls NCCL's errors and the age of what is queued; what it finds becomes the CPU's verdict, which every rank reports, and the
-//! other way round: a verdict of the CPU's aborts NCCL's communicators, so that no kernel waits for a rank that is gone.
+//! The CPU's group carries what is small and on the host (counts, verdicts, f64 sums), NCCL's
+//! identities, and the news that a rank is lost. A [`watchdog`] polls NCCL's errors and the age of
+//! what is queued; what it finds becomes the CPU's verdict, which every rank reports, and the other
+//! way round: a verdict of the CPU's aborts NCCL's communicators, so that no kernel waits for a
+//! rank that is gone.
 //!
-//! NCCL sums in an order of its own, the same in every run of a layout, and rounds 16-bit sums at every step.
+//! NCCL sums in an order of its own, the same in every run of a layout, and rounds 16-bit sums at
+//! every step.
 
 mod core;
 mod lane;
@@ -46,7 +50,8 @@ pub struct NcclGroup {
     /// None in a group of one rank.
     core: Option<Arc<Core>>,
     context: Arc<CudaContext>,
-    /// By sender, receiver and tag: they end in this order, the same for all ranks, since ending one may wait for its other rank to do so.
+    /// By sender, receiver and tag: they end in this order, the same for all ranks, since ending
+    /// one may wait for its other rank to do so.
     lanes: Mutex<BTreeMap<(usize, usize, u32), Arc<Lane>>>,
 }
 
@@ -402,7 +407,8 @@ impl Communicator for NcclGroup {
             );
         };
         core.check("split")?;
-        // All ranks of the parent take part, those without a color too. Ranks of a part are in the same order on both sides.
+        // All ranks of the parent take part, those without a color too. Ranks of a part are in the
+        // same order on both sides.
         let splitting =
             core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
         core.settle("split")?;

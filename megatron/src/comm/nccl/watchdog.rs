@@ -1,4 +1,5 @@
-//! Sees to it that no rank hangs: polls NCCL's errors, the age of what is queued, and the CPU's verdict, and ends all communicators together.
+//! Sees to it that no rank hangs: polls NCCL's errors, the age of what is queued, and the CPU's
+//! verdict, and ends all communicators together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
@@ -13,12 +14,14 @@ use crate::{Error, Result};
 
 /// How often it looks.
 const TICK: Duration = Duration::from_millis(100);
-/// How long the CPU's transport is given to find out which rank is lost, once NCCL says that something is wrong with a peer: the transport
-/// names the rank, and looks for dead processes every second.
+/// How long the CPU's transport is given to find out which rank is lost, once NCCL says that
+/// something is wrong with a peer: the transport names the rank, and looks for dead processes every
+/// second.
 pub const VERDICT: Duration = Duration::from_secs(2);
 /// How often it is asked.
 pub const ASK: Duration = Duration::from_millis(20);
-/// How long whoever lets go of what communicators use waits until they are aborted, counted from when that began.
+/// How long whoever lets go of what communicators use waits until they are aborted, counted from
+/// when that began.
 const ENDED_WITHIN: Duration = Duration::from_secs(3);
 
 /// One per rank; its thread ends with it.
@@ -26,8 +29,8 @@ pub struct Watchdog {
     world: Group,
     timeout: Duration,
     cores: Mutex<Vec<Weak<Core>>>,
-    /// What this rank found by itself, which is why the communicators were aborted. Where others told that the run is over, the CPU's
-    /// transport knows why.
+    /// What this rank found by itself, which is why the communicators were aborted. Where others
+    /// told that the run is over, the CPU's transport knows why.
     found: OnceLock<String>,
     /// Communicators are aborted, or about to be.
     over: AtomicBool,
@@ -99,7 +102,8 @@ impl Watchdog {
         self.found.get().map(String::as_str)
     }
 
-    /// Waits until the communicators are aborted, if they are to be: what they use must not go away meanwhile. An abort that hangs is given up.
+    /// Waits until the communicators are aborted, if they are to be: what they use must not go away
+    /// meanwhile. An abort that hangs is given up.
     pub fn wait_for_end(&self) {
         let mut end = lock(&self.end);
         while let (Some(began), false) = (end.began, end.done) {
@@ -135,7 +139,8 @@ impl Watchdog {
         }
     }
 
-    /// What is wrong with a group, unless the CPU's transport has a verdict on it: then the communicators are aborted here.
+    /// What is wrong with a group, unless the CPU's transport has a verdict on it: then the
+    /// communicators are aborted here.
     fn trouble_of(self: &Arc<Self>, core: &Core) -> Option<String> {
         let _ = library::bind(core.stream.context());
         match core.comm.look() {
@@ -148,8 +153,8 @@ impl Watchdog {
                 return Some(format!("{}: {failed}", core.label()));
             }
         }
-        // What is done is let go by the thread that issues operations: it alone knows whether its stream is being recorded, when no memory
-        // may be given back to it.
+        // What is done is let go by the thread that issues operations: it alone knows whether its
+        // stream is being recorded, when no memory may be given back to it.
         let is_late = |operation: &&InFlight| {
             operation.since.elapsed() > self.timeout
                 && operation.done.try_is_complete() == Ok(false)
@@ -162,8 +167,9 @@ impl Watchdog {
         ))
     }
 
-    /// Aborts all communicators of this rank, unless that is under way, and waits for it as [`Watchdog::wait_for_end`] does. Why, others find
-    /// by [`Watchdog::found`] or the CPU's verdict, which are known before.
+    /// Aborts all communicators of this rank, unless that is under way, and waits for it as
+    /// [`Watchdog::wait_for_end`] does. Why, others find by [`Watchdog::found`] or the CPU's
+    /// verdict, which are known before.
     pub fn end(self: &Arc<Self>) {
         let mut end = lock(&self.end);
         if end.began.is_none() {

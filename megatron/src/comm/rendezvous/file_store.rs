@@ -35,7 +35,8 @@ impl FileStore {
         Ok(Self { dir, written: AtomicU64::new(0) })
     }
 
-    /// The file of `key`: every byte that is not a letter, digit or `-` is written as `%XX`, so `.` never starts a name.
+    /// The file of `key`: every byte that is not a letter, digit or `-` is written as `%XX`, so `.`
+    /// never starts a name.
     fn path(&self, key: &str) -> PathBuf {
         let mut name = String::from("key-");
         for byte in key.bytes() {

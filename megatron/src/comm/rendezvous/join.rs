@@ -1,4 +1,5 @@
-//! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier run.
+//! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier
+//! run.
 //!
 //! Every rank writes a card with a fresh token. Rank 0 welcomes each under a fresh nonce, with the
 //! token it saw; a rank that finds its own token there knows that the nonce is of this run, and
@@ -154,10 +155,12 @@ struct Joining<'a> {
     waiting: Waiting,
 }
 
-/// Makes this rank known and returns the run's nonce and all members in order of rank. `tell` hears who is waited for.
+/// Makes this rank known and returns the run's nonce and all members in order of rank. `tell` hears
+/// who is waited for.
 ///
 /// # Errors
-/// If a rank does not appear in time (each is named), ranks contradict each other, or two processes are the same rank.
+/// If a rank does not appear in time (each is named), ranks contradict each other, or two processes
+/// are the same rank.
 pub(crate) fn join(
     store: &Sealed,
     info: &RankInfo,

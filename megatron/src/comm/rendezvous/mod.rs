@@ -1,7 +1,7 @@
 //! How the ranks of a run find each other and become a world.
 //!
-//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part (`join`), and
-//! connect through the backend that fits.
+//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part
+//! (`join`), and connect through the backend that fits.
 
 mod env;
 mod file_store;
@@ -92,7 +92,8 @@ impl RankInfo {
         self.local_world_size == Some(self.world_size)
     }
 
-    /// Index among the ranks of this host and their number: as the launcher told, and else as `members`, of which this is one, are near each other.
+    /// Index among the ranks of this host and their number: as the launcher told, and else as
+    /// `members`, of which this is one, are near each other.
     fn local(&self, members: &[Member]) -> (usize, usize) {
         let near =
             |of: &[Member]| of.iter().filter(|member| member.is_near(&members[self.rank])).count();
@@ -116,11 +117,13 @@ pub struct World {
 pub enum Rendezvous {
     /// A store over TCP, which this process serves if `is_host` (exactly one does).
     Tcp { host: String, port: u16, is_host: bool },
-    /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is starting.
+    /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is
+    /// starting.
     File { dir: PathBuf },
 }
 
-/// How long ranks that have met may take to connect to each other: all are there, and wait for nothing else.
+/// How long ranks that have met may take to connect to each other: all are there, and wait for
+/// nothing else.
 const CONNECTING: Duration = Duration::from_secs(60);
 
 /// How ranks exchange messages.
@@ -134,7 +137,8 @@ pub enum Backend {
     Local,
     /// TCP connections between every pair of ranks.
     Tcp,
-    /// As `Auto` for what is on the CPU; for tensors on GPUs NCCL is put beside it (`comm::nccl::world`).
+    /// As `Auto` for what is on the CPU; for tensors on GPUs NCCL is put beside it
+    /// (`comm::nccl::world`).
     Nccl,
 }
 
@@ -158,12 +162,14 @@ fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     })
 }
 
-/// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to a loopback address.
+/// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to
+/// a loopback address.
 pub(super) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// The store, the process's part in serving it, and a listener with the addresses others may reach it at.
+/// The store, the process's part in serving it, and a listener with the addresses others may reach
+/// it at.
 struct Meeting {
     store: Sealed,
     _server: Option<StoreServer>,
@@ -223,8 +229,9 @@ fn meet(
     Ok(Meeting { store, _server: server, listener, addresses, found_at })
 }
 
-/// Puts `found_at`, where this rank found the store that rank 0 serves, before the other addresses of the ranks on that machine: they may have
-/// been told that it is `localhost`, and know no name of theirs that leads there from here.
+/// Puts `found_at`, where this rank found the store that rank 0 serves, before the other addresses
+/// of the ranks on that machine: they may have been told that it is `localhost`, and know no name
+/// of theirs that leads there from here.
 fn add_address(members: &mut [Member], found_at: IpAddr) {
     let Some(first) = members.first().cloned() else { return };
     for member in members.iter_mut().filter(|member| member.is_near(&first)) {
@@ -236,11 +243,12 @@ fn add_address(members: &mut [Member], found_at: IpAddr) {
     }
 }
 
-/// Makes this process a rank of a run: meets the others, connects, and returns the world when all are connected.
+/// Makes this process a rank of a run: meets the others, connects, and returns the world when all
+/// are connected.
 ///
 /// # Errors
-/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named), or cannot connect within a minute from
-/// then; if the rendezvous port is in use.
+/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named),
+/// or cannot connect within a minute from then; if the rendezvous port is in use.
 pub fn init(
     info: &RankInfo,
     rendezvous: &Rendezvous,

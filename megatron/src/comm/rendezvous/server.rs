@@ -188,7 +188,8 @@ fn turn_away(mut stream: TcpStream) {
 
 impl Shared {
     fn accept(self: &Arc<Self>, listener: TcpListener) {
-        // A descriptor to accept with once there is no other, so that whoever calls hears why it is not served.
+        // A descriptor to accept with once there is no other, so that whoever calls hears why it is
+        // not served.
         let mut spare = listener.try_clone().ok();
         loop {
             let stream = match listener.accept() {
@@ -214,7 +215,8 @@ impl Shared {
             let shared = self.clone();
             let serving =
                 std::thread::Builder::new().name("store-client".into()).spawn(move || {
-                    // Ends with the connection; a client that misbehaves is dropped and learns it from that.
+                    // Ends with the connection; a client that misbehaves is dropped and learns it
+                    // from that.
                     let is_last = shared.serve(stream, number).unwrap_or(false);
                     shared.lobby.leave(number);
                     if is_last {

@@ -18,7 +18,8 @@ pub trait Store: Send + Sync {
     /// As [`Store::set`].
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 
-    /// Adds to the decimal number in `key` (0 if unset), as one step for all ranks, and returns the sum.
+    /// Adds to the decimal number in `key` (0 if unset), as one step for all ranks, and returns the
+    /// sum.
     ///
     /// # Errors
     /// As [`Store::set`]; or if `key` holds something else.
@@ -46,7 +47,8 @@ pub trait Store: Send + Sync {
         poll(timeout, || self.get(key))
     }
 
-    /// The keys that start with `prefix` once there are `count` of them; `None` if there are fewer within `timeout`.
+    /// The keys that start with `prefix` once there are `count` of them; `None` if there are fewer
+    /// within `timeout`.
     ///
     /// # Errors
     /// As [`Store::set`].
@@ -60,7 +62,8 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// Asks until there is an answer or `timeout` is over; the first questions come quickly, later ones 20 a second.
+/// Asks until there is an answer or `timeout` is over; the first questions come quickly, later ones
+/// 20 a second.
 pub(crate) fn poll<T>(
     timeout: Duration,
     mut ask: impl FnMut() -> Result<Option<T>>,

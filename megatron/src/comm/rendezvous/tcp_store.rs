@@ -39,7 +39,8 @@ pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Res
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in resolve(host, port)? {
         match TcpStream::connect_timeout(&address, patience.max(Duration::from_millis(1))) {
-            // While nobody listens, a connection to a local port of the dynamic range may meet itself.
+            // While nobody listens, a connection to a local port of the dynamic range may meet
+            // itself.
             Ok(stream) if stream.local_addr()? != stream.peer_addr()? => {
                 stream.set_nodelay(true)?;
                 return Ok(stream);
@@ -58,7 +59,8 @@ fn was_closed(error: &io::Error) -> bool {
 }
 
 impl TcpStore {
-    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell` hears of it if that takes long.
+    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell`
+    /// hears of it if that takes long.
     ///
     /// # Errors
     /// If nothing listens there in time, or something else than a store, or one of another secret.

@@ -178,7 +178,8 @@ fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let mut caller = std::thread::scope(|scope| {
         let caller = scope.spawn(|| call(&me(1), 0, &members, deadline).unwrap());
         answer(&me(0), &mut streams, || accept(&listener), deadline).unwrap();
-        // Without the third word the abandoned connection would have been answered, and this call never.
+        // Without the third word the abandoned connection would have been answered, and this call
+        // never.
         drop(listener);
         caller.join().unwrap()
     });

@@ -313,7 +313,8 @@ fn every_broken_equation_is_named_with_its_numbers() {
     }
 }
 
-/// Every batch of a growth has to do for the layout; the valid run's needs multiples of 8 (2·2·2: mbs·dp, and pp microbatches of it).
+/// Every batch of a growth has to do for the layout; the valid run's needs multiples of 8 (2·2·2:
+/// mbs·dp, and pp microbatches of it).
 #[test]
 fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     let growing = |start, increment, samples| {

@@ -60,7 +60,8 @@ impl Check<'_> {
         }
     }
 
-    /// Every batch on the way to the run's own must do for the layout, which holds if the first and the increment do.
+    /// Every batch on the way to the run's own must do for the layout, which holds if the first and
+    /// the increment do.
     fn rampup(&mut self, rampup: &BatchSizeRampup, t: &TrainingConfig, p: &ParallelConfig) {
         let BatchSizeRampup { start, increment, samples } = *rampup;
         let cited = self.cite("rampup_batch_size", format_args!("{start} {increment} {samples}"));

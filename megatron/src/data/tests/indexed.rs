@@ -7,7 +7,8 @@ use super::{Random, dataset, names, write};
 use crate::Error;
 use crate::data::{IndexedDataset, IndexedWriter, TokenType};
 
-/// Two documents of u16 tokens, as Megatron 0.16.1 lays them out: \[\[1, 2, 3\], \[4\]\], \[\[300\]\].
+/// Two documents of u16 tokens, as Megatron 0.16.1 lays them out: \[\[1, 2, 3\], \[4\]\],
+/// \[\[300\]\].
 const IDX: &[u8] = &[
     b'M', b'M', b'I', b'D', b'I', b'D', b'X', 0, 0, // magic
     1, 0, 0, 0, 0, 0, 0, 0, // version

@@ -178,7 +178,8 @@ fn ranks_that_build_an_order_at_once_build_it_once() {
     });
     assert_eq!(orders.len(), 1);
     let cached = names(&folder.path().join("cache"));
-    // Three splits of two shares that happen to be of one epoch each, and the orders of three blends, of which two are equal.
+    // Three splits of two shares that happen to be of one epoch each, and the orders of three
+    // blends, of which two are equal.
     let is_index = |name: &&String| name.ends_with(".index");
     assert_eq!(
         (cached.iter().filter(is_index).count(), cached.len()),

@@ -114,7 +114,8 @@ fn the_loss_at_a_masked_token_does_not_count() {
             loader(2, 2, 0, 1, 1000).with_documents(ends).microbatches(0).unwrap().remove(0);
         batch.loss_mask.to_vec2::<f32>().unwrap()
     };
-    // Samples 0 and 1 are tokens 0 to 3 and 4 to 7. Token 4 is also the last label of sample 0, which counts.
+    // Samples 0 and 1 are tokens 0 to 3 and 4 to 7. Token 4 is also the last label of sample 0,
+    // which counts.
     assert_eq!(mask(Some(4)), [[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]);
     assert_eq!(mask(None), [[1.0; 2]; 4]);
 }

@@ -115,7 +115,8 @@ fn orders_differ_between_epochs_and_seeds() {
     assert_ne!(order(0, 1), order(1, 0));
 }
 
-/// Every value is about as often first as any other: 6,000 draws over 6 places, within 5 standard deviations.
+/// Every value is about as often first as any other: 6,000 draws over 6 places, within 5 standard
+/// deviations.
 #[test]
 fn every_place_is_equally_likely() {
     let n = 6;

@@ -162,7 +162,8 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
     );
 }
 
-/// Whatever the bytes of a tokenizer.json, opening it and encoding with it ends in tokens or in an error.
+/// Whatever the bytes of a tokenizer.json, opening it and encoding with it ends in tokens or in an
+/// error.
 #[test]
 fn random_damage_to_a_tokenizer_never_panics() {
     let folder = tempfile::tempdir().unwrap();
@@ -311,7 +312,8 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
         (WORDS, None),
         (WORDS, Some(r#"{"eos_token": "b"}"#)),
         (WORDS, Some(r#"{"eos_token": {"content": "b"}}"#)),
-        // One that the vocabulary does not have: documents have no end, though there is a well-known one.
+        // One that the vocabulary does not have: documents have no end, though there is a
+        // well-known one.
         (WORDS, Some(r#"{"eos_token": "<|im_end|>"}"#)),
         (&none, None),
     ] {

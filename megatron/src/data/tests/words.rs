@@ -1,4 +1,5 @@
-//! Encoding word by word: the tokens are those of the tokenizers crate, and what it is not made for is left to that.
+//! Encoding word by word: the tokens are those of the tokenizers crate, and what it is not made for
+//! is left to that.
 
 use std::str::FromStr;
 

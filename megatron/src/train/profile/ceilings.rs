@@ -1,4 +1,5 @@
-//! What this rank's threads, or its GPU, reach at best, measured beside the other ranks: the measure of a profile's figures.
+//! What this rank's threads, or its GPU, reach at best, measured beside the other ranks: the
+//! measure of a profile's figures.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,8 @@ pub struct Ceilings {
 
 /// Edge of the product, on a CPU and on a GPU.
 const EDGE: [usize; 2] = [1024, 8192];
-/// Elements of a copied array: 32 MiB in f32, beyond a core's own caches, and 256 MiB, beyond a GPU's.
+/// Elements of a copied array: 32 MiB in f32, beyond a core's own caches, and 256 MiB, beyond a
+/// GPU's.
 const COPY: [usize; 2] = [1 << 23, 1 << 26];
 /// Time for each measurement.
 const BUDGET: Duration = Duration::from_millis(150);

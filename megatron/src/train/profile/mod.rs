@@ -1,4 +1,5 @@
-//! `--profile`: what each rank does in a few steps, as traces for Chrome's viewer or Perfetto and as a table.
+//! `--profile`: what each rank does in a few steps, as traces for Chrome's viewer or Perfetto and
+//! as a table.
 
 mod ceilings;
 mod summary;

@@ -1,4 +1,5 @@
-//! The Trace Event Format of Chrome's viewer, which Perfetto reads too: complete events (`ph: X`), a process a rank, times in µs.
+//! The Trace Event Format of Chrome's viewer, which Perfetto reads too: complete events (`ph: X`),
+//! a process a rank, times in µs.
 //!
 //! Source: "Trace Event Format", Google, 2016.
 
@@ -10,7 +11,8 @@ use serde_json::{Value, json};
 use super::write_file;
 use crate::{Error, Result};
 
-/// Writes one rank's trace. Times count from the Unix epoch, so that the traces of all ranks can be laid over each other.
+/// Writes one rank's trace. Times count from the Unix epoch, so that the traces of all ranks can be
+/// laid over each other.
 pub fn write(
     path: &Path,
     rank: usize,

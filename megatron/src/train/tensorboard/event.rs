@@ -1,7 +1,8 @@
 //! The bytes of an event file: TFRecords of TensorFlow's `Event` messages.
 //!
-//! Formats: `tensorflow/core/lib/io/record_writer.h`, `tensorflow/core/util/event.proto`, `tensorflow/core/framework/summary.proto`.
-//! Of their fields a dozen is used, which needs no protobuf compiler.
+//! Formats: `tensorflow/core/lib/io/record_writer.h`, `tensorflow/core/util/event.proto`,
+//! `tensorflow/core/framework/summary.proto`. Of their fields a dozen is used, which needs no
+//! protobuf compiler.
 
 use std::io::{Result, Write};
 
@@ -63,7 +64,8 @@ fn summary(values: &[(&str, f64)]) -> Vec<u8> {
     summary.0
 }
 
-/// Curves are of f32. TensorBoard marks what is not a number, and has no place on its axis for what is infinite.
+/// Curves are of f32. TensorBoard marks what is not a number, and has no place on its axis for what
+/// is infinite.
 fn simple_value(value: f64) -> f32 {
     let value = value as f32;
     if value.is_finite() { value } else { f32::NAN }

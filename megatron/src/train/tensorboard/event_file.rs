@@ -20,8 +20,8 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// A new file in `folder`, which is made where it is missing. `number` tells the files apart that a process has.
-    /// What earlier files have of `first_step` and later steps counts no more.
+    /// A new file in `folder`, which is made where it is missing. `number` tells the files apart
+    /// that a process has. What earlier files have of `first_step` and later steps counts no more.
     ///
     /// # Errors
     /// If the folder or the file cannot be made or written to.

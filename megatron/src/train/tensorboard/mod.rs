@@ -1,5 +1,5 @@
-//! Event files for TensorBoard, with the curves that Megatron-LM draws: `training_log` and `evaluate_and_print_results` in its
-//! `megatron/training/training.py`.
+//! Event files for TensorBoard, with the curves that Megatron-LM draws: `training_log` and
+//! `evaluate_and_print_results` in its `megatron/training/training.py`.
 
 mod event;
 mod event_file;
@@ -26,7 +26,8 @@ pub struct TensorboardWriter {
     has_loss_scale: bool,
     /// Over steps.
     steps: EventFile,
-    /// Over consumed samples. A folder of its own, since a session's start cuts all curves of a folder at one place of the axis.
+    /// Over consumed samples. A folder of its own, since a session's start cuts all curves of a
+    /// folder at one place of the axis.
     samples: EventFile,
     window: Window,
     flushed: Instant,
@@ -100,8 +101,9 @@ impl TensorboardWriter {
         if self.flushed.elapsed() < DELAY { Ok(()) } else { self.flush() }
     }
 
-    /// Appends an evaluation made after `consumed_samples`, and shows it to readers. Megatron-LM has the last step's loss on the test data as another
-    /// value of `lm loss validation`; here it is `lm loss test`.
+    /// Appends an evaluation made after `consumed_samples`, and shows it to readers. Megatron-LM
+    /// has the last step's loss on the test data as another value of `lm loss validation`; here it
+    /// is `lm loss test`.
     ///
     /// # Errors
     /// If it cannot be written, e.g. on a full disk.

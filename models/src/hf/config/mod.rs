@@ -1,6 +1,8 @@
-//! `config.json` ↔ [`ModelConfig`]. What would change the result and is not built is refused by name, never dropped.
+//! `config.json` ↔ [`ModelConfig`]. What would change the result and is not built is refused by
+//! name, never dropped.
 //!
-//! Fields and their defaults: `transformers` `configuration_{gpt2,llama,mistral,qwen2,bloom}.py`, versions 4 and 5.
+//! Fields and their defaults: `transformers` `configuration_{gpt2,llama,mistral,qwen2,bloom}.py`,
+//! versions 4 and 5.
 
 mod read;
 #[cfg(test)]
@@ -39,7 +41,8 @@ impl HfConfig {
     /// Reads `folder/config.json`.
     ///
     /// # Errors
-    /// If it cannot be read, or describes something that this program does not build; the message names the field.
+    /// If it cannot be read, or describes something that this program does not build; the message
+    /// names the field.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         match Found::at(folder).filter(|_| !path.exists()) {

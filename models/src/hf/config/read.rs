@@ -173,7 +173,8 @@ fn sliding_window(
     Ok(size.filter(|_| full_layers.len() < layers).map(|size| SlidingWindow { size, full_layers }))
 }
 
-/// Base and scaling of rotary frequencies: `rope_theta` and `rope_scaling`, or both in `rope_parameters`.
+/// Base and scaling of rotary frequencies: `rope_theta` and `rope_scaling`, or both in
+/// `rope_parameters`.
 fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
     let outer = f.float("rope_theta", 10_000.0)?;
     let mut found = None;

@@ -10,8 +10,8 @@ use super::{TokenizerFlags, choice};
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Data: text and tokens, [data]")]
 pub struct DataFlags {
-    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx; of JSON lines, `preprocess` makes one); `0.7 A 0.3 B` blends
-    /// by weights
+    /// Text files, folders of text, or prefixes of indexed datasets (PREFIX.bin, PREFIX.idx; of
+    /// JSON lines, `preprocess` makes one); `0.7 A 0.3 B` blends by weights
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
     /// Train on made-up tokens instead, alike on every machine; --vocab-size or --tokenizer says of
@@ -24,8 +24,9 @@ pub struct DataFlags {
     pub split: String,
     #[command(flatten)]
     pub tokenizer: TokenizerFlags,
-    /// Order in which samples are read: as they lie; `shuffled` anew every epoch; `single`, Megatron's GPTDataset sample by sample;
-    /// or `cyclic`, those samples reshuffled every epoch as Megatron does with --no-data-sharding
+    /// Order in which samples are read: as they lie; `shuffled` anew every epoch; `single`,
+    /// Megatron's GPTDataset sample by sample; or `cyclic`, those samples reshuffled every epoch as
+    /// Megatron does with --no-data-sharding
     #[arg(long, value_name = "TYPE", default_value = "shuffled",
           value_parser = choice::<DataloaderType>(&["sequential", "shuffled", "single", "cyclic"]))]
     pub dataloader_type: DataloaderType,
@@ -38,7 +39,8 @@ pub struct DataFlags {
     /// Keep attention within documents
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub reset_attention_mask: bool,
-    /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as XDG_CACHE_HOME says]
+    /// Where trained tokenizers and tokenized text are kept [default: ~/.cache/megatron, or as
+    /// XDG_CACHE_HOME says]
     #[arg(long, value_name = "DIR", alias = "data-cache-path")]
     pub cache_dir: Option<PathBuf>,
 }
@@ -52,7 +54,8 @@ pub struct CheckpointFlags {
     /// Steps between checkpoints [default: only at the end]
     #[arg(long, value_name = "N", alias = "persistent-save-interval")]
     pub save_interval: Option<u64>,
-    /// Write checkpoints amid the run while training goes on, out of a copy of the state in the host's memory
+    /// Write checkpoints amid the run while training goes on, out of a copy of the state in the
+    /// host's memory
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub async_save: bool,
     /// Keep the checkpoints of steps that are multiples of N; others are removed once a newer one
@@ -79,18 +82,21 @@ pub struct CheckpointFlags {
     /// End with an error, rather than start fresh, where --load holds no checkpoint
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub exit_on_missing_checkpoint: bool,
-    /// Take from --load the weights alone: a run of its own, from its first step on, that saves elsewhere
+    /// Take from --load the weights alone: a run of its own, from its first step on, that saves
+    /// elsewhere
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub finetune: bool,
     /// Take from --load weights and progress, but not the optimizer's state, nor the loss scale
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub no_load_optim: bool,
-    /// Times that the ranks on this machine are started again after one failed, from the last checkpoint; needs --load with the folder of --save. Under a launcher that
-    /// is the launcher's to say
+    /// Times that the ranks on this machine are started again after one failed, from the last
+    /// checkpoint; needs --load with the folder of --save. Under a launcher that is the launcher's
+    /// to say
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub max_restarts: u32,
-    /// Hugging Face folder to start from: the architecture comes from its config.json, the weights from its files, and the tokenizer from its
-    /// tokenizer.json, unless another is given; --seq-length is to be given
+    /// Hugging Face folder to start from: the architecture comes from its config.json, the weights
+    /// from its files, and the tokenizer from its tokenizer.json, unless another is given;
+    /// --seq-length is to be given
     #[arg(long, value_name = "HF_DIR")]
     pub init_from_hf: Option<PathBuf>,
 }
@@ -104,8 +110,9 @@ pub struct LoggingFlags {
     /// Steps between evaluations on the validation data [default: only at the end]
     #[arg(long, value_name = "N")]
     pub eval_interval: Option<u64>,
-    /// Global batches per evaluation; 0 turns evaluation off. With --dataloader-type single and cyclic an evaluation goes on where the last
-    /// one ended, as in Megatron-LM; else each has the same samples
+    /// Global batches per evaluation; 0 turns evaluation off. With --dataloader-type single and
+    /// cyclic an evaluation goes on where the last one ended, as in Megatron-LM; else each has the
+    /// same samples
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub eval_iters: u64,
     /// Tell the norm of all parameters beside each log line, after its step
@@ -114,10 +121,12 @@ pub struct LoggingFlags {
     /// Tell how many elements of the gradient are zero beside each log line
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub log_num_zeros_in_grad: bool,
-    /// File that receives one JSON object a step. A run that starts anew moves an earlier run's aside, to FILE.1, FILE.2, …
+    /// File that receives one JSON object a step. A run that starts anew moves an earlier run's
+    /// aside, to FILE.1, FILE.2, …
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
-    /// Folder that receives event files for TensorBoard, with the curves that Megatron-LM draws; those over consumed samples are in DIR/vs-samples
+    /// Folder that receives event files for TensorBoard, with the curves that Megatron-LM draws;
+    /// those over consumed samples are in DIR/vs-samples
     #[arg(long, value_name = "DIR")]
     pub tensorboard_dir: Option<PathBuf>,
     /// Steps between values of TensorBoard's curves [default: 1]
@@ -138,7 +147,8 @@ pub struct LoggingFlags {
     /// Tokens of the continuation
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub prompt_tokens: usize,
-    /// Record a few steps: a trace of every rank for Perfetto or chrome://tracing, and a table of where the time went
+    /// Record a few steps: a trace of every rank for Perfetto or chrome://tracing, and a table of
+    /// where the time went
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub profile: bool,
     /// First step that is recorded [default: 10, or the last but one of a shorter run]

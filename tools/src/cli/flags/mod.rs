@@ -1,7 +1,9 @@
-//! Every setting of `pretrain`, defined once: name, type, default, help, and the section it belongs to.
+//! Every setting of `pretrain`, defined once: name, type, default, help, and the section it belongs
+//! to.
 //!
-//! The command line, the run file, `--help` and error messages are all made from these definitions: a key of the run file
-//! is the name of its flag in snake_case, and its value is parsed as the flag's would be.
+//! The command line, the run file, `--help` and error messages are all made from these definitions:
+//! a key of the run file is the name of its flag in snake_case, and its value is parsed as the
+//! flag's would be.
 
 mod data;
 mod model;
@@ -66,7 +68,8 @@ fn args_of<T: Args>() -> Vec<Arg> {
     T::augment_args(Command::new("section")).get_arguments().cloned().map(with_switches).collect()
 }
 
-/// Gives every boolean flag the form `--flag` or `--flag=true|false`, so that a flag can turn off what the run file turns on.
+/// Gives every boolean flag the form `--flag` or `--flag=true|false`, so that a flag can turn off
+/// what the run file turns on.
 pub fn with_switches(arg: Arg) -> Arg {
     if !has_type::<bool>(&arg) {
         return arg;

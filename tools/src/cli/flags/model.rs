@@ -14,13 +14,15 @@ pub struct ModelFlags {
     /// Width of the residual stream
     #[arg(long, value_name = "N")]
     pub hidden_size: Option<usize>,
-    /// Width of the MLP's inner layer [default: 4·hidden, with SwiGLU 8/3·hidden rounded down to a multiple of 64]
+    /// Width of the MLP's inner layer [default: 4·hidden, with SwiGLU 8/3·hidden rounded down to a
+    /// multiple of 64]
     #[arg(long, value_name = "N")]
     pub ffn_hidden_size: Option<usize>,
     /// Query heads
     #[arg(long, value_name = "N")]
     pub num_attention_heads: Option<usize>,
-    /// Key/value heads, each shared by a group of query heads [default: the number of query heads; 1 with --group-query-attention]
+    /// Key/value heads, each shared by a group of query heads [default: the number of query heads;
+    /// 1 with --group-query-attention]
     #[arg(long, value_name = "N")]
     pub num_query_groups: Option<usize>,
     /// Key/value heads are shared by groups of query heads; --num-query-groups says so by itself
@@ -32,7 +34,8 @@ pub struct ModelFlags {
     /// Tokens per training sample
     #[arg(long, value_name = "N")]
     pub seq_length: Option<usize>,
-    /// The longest sequence the model accepts; rows of a learned position embedding [default: the sequence length]
+    /// The longest sequence the model accepts; rows of a learned position embedding [default: the
+    /// sequence length]
     #[arg(long, value_name = "N")]
     pub max_position_embeddings: Option<usize>,
     /// How positions enter the model
@@ -80,7 +83,8 @@ pub struct ModelFlags {
     /// model of --init-from-hf has [default: the tokenizer's, or that model's]
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<usize>,
-    /// The vocabulary is padded to a multiple of this times the tensor parallel size; padding changes no result
+    /// The vocabulary is padded to a multiple of this times the tensor parallel size; padding
+    /// changes no result
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub make_vocab_size_divisible_by: usize,
     /// Probability of dropping an attention weight

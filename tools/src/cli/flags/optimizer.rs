@@ -105,13 +105,16 @@ pub struct MomentFlags {
     /// What Adam's first moment is kept in; bf16 takes half of the memory
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_dtype: MomentDtype,
-    /// What Adam's second moment is kept in; bf16 takes half of the memory, and is rounded stochastically
+    /// What Adam's second moment is kept in; bf16 takes half of the memory, and is rounded
+    /// stochastically
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_sq_dtype: MomentDtype,
-    /// Keep Adam's moments (SGD's momentum) in the host's memory, not in the GPU's; steps take longer
+    /// Keep Adam's moments (SGD's momentum) in the host's memory, not in the GPU's; steps take
+    /// longer
     #[arg(long)]
     pub optimizer_cpu_offload: bool,
-    /// Keep Adam's moments (SGD's momentum) in nameless files on the disk of this folder, not in memory (as DeepSpeed's offload to NVMe)
+    /// Keep Adam's moments (SGD's momentum) in nameless files on the disk of this folder, not in
+    /// memory (as DeepSpeed's offload to NVMe)
     #[arg(long, value_name = "DIR")]
     pub offload_optimizer_nvme_path: Option<PathBuf>,
 }

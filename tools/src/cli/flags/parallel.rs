@@ -15,7 +15,8 @@ use super::choice;
 pub struct ParallelFlags {
     #[command(flatten)]
     pub layout: LayoutFlags,
-    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on its machine (`cuda`), or this one
+    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on
+    /// its machine (`cuda`), or this one
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are
@@ -23,7 +24,8 @@ pub struct ParallelFlags {
     /// Megatron-LM's `gloo`
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
-    /// Issue tensor-parallel collectives and pipeline receives before computation that does not need them [default: true over NCCL, else false]
+    /// Issue tensor-parallel collectives and pipeline receives before computation that does not
+    /// need them [default: true over NCCL, else false]
     #[arg(long, action = ArgAction::Set)]
     pub overlap_communication: Option<bool>,
     /// A rank that waits longer than this for its peers ends the run
@@ -52,19 +54,24 @@ pub struct LayoutFlags {
     /// Layers of one virtual stage; selects the interleaved schedule
     #[arg(long, value_name = "N")]
     pub num_layers_per_virtual_pipeline_stage: Option<usize>,
-    /// v: virtual stages of each stage, instead of the layers of one, of which there need not be equally many; selects the interleaved schedule
+    /// v: virtual stages of each stage, instead of the layers of one, of which there need not be
+    /// equally many; selects the interleaved schedule
     #[arg(long, value_name = "N", alias = "virtual-pipeline-model-parallel-size")]
     pub num_virtual_stages_per_pipeline_rank: Option<usize>,
-    /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual stages]
+    /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual
+    /// stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
     pub pipeline_schedule: Option<ScheduleKind>,
-    /// Compute gradients of weights apart from those of inputs, where a stage would wait (zero-bubble schedules)
+    /// Compute gradients of weights apart from those of inputs, where a stage would wait
+    /// (zero-bubble schedules)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub delay_wgrad_compute: bool,
-    /// Forwards that the first stage runs ahead beyond 1f1b's, for the memory of as many microbatches' activations; with pp − 1 of them --delay-wgrad-compute makes ZB-H2
+    /// Forwards that the first stage runs ahead beyond 1f1b's, for the memory of as many
+    /// microbatches' activations; with pp − 1 of them --delay-wgrad-compute makes ZB-H2
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub pipeline_extra_warmup: usize,
-    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations (`flops`), or named, e.g. `3,4,4,3`
+    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations
+    /// (`flops`), or named, e.g. `3,4,4,3`
     #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,
     /// Layers of the first stage; the stages for which nothing is said share the rest evenly
@@ -92,7 +99,8 @@ pub struct LayoutFlags {
     /// Reduce gradient buckets while backward still runs
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
-    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of 40,000,000 and 1,000,000·dp·cp]
+    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of
+    /// 40,000,000 and 1,000,000·dp·cp]
     #[arg(long, value_name = "N", alias = "ddp-bucket-size")]
     pub bucket_size: Option<usize>,
 }

@@ -14,8 +14,8 @@ pub struct TrainingFlags {
     /// GBS: samples of one step over all replicas [default: MBS·dp]
     #[arg(long, value_name = "N")]
     pub global_batch_size: Option<usize>,
-    /// Begin with START samples a step and add INCREMENT at a time, evenly over the first SAMPLES samples, up to --global-batch-size; the run's length is
-    /// then given by --train-samples
+    /// Begin with START samples a step and add INCREMENT at a time, evenly over the first SAMPLES
+    /// samples, up to --global-batch-size; the run's length is then given by --train-samples
     #[arg(long, num_args = 3, value_names = ["START", "INCREMENT", "SAMPLES"])]
     pub rampup_batch_size: Vec<u64>,
     /// Steps of the whole run
@@ -51,7 +51,8 @@ pub struct TrainingFlags {
     pub seed: u64,
     #[command(flatten)]
     pub recompute: RecomputeFlags,
-    /// Record forward and backward of a microbatch as a CUDA graph, and launch that instead of their kernels one by one
+    /// Record forward and backward of a microbatch as a CUDA graph, and launch that instead of
+    /// their kernels one by one
     #[arg(long)]
     pub enable_cuda_graph: bool,
     #[command(flatten)]
@@ -77,10 +78,12 @@ pub struct EndFlags {
 /// What is computed again in backward.
 #[derive(Args, Clone, Debug)]
 pub struct RecomputeFlags {
-    /// Save memory by computing activations again: of whole layers, or of attention and activation functions only
+    /// Save memory by computing activations again: of whole layers, or of attention and activation
+    /// functions only
     #[arg(long, value_name = "GRANULARITY", value_enum)]
     pub recompute_granularity: Option<Granularity>,
-    /// Layers of full recompute: all in groups (`uniform`), or the first of each stage (`block`) [default: uniform]
+    /// Layers of full recompute: all in groups (`uniform`), or the first of each stage (`block`)
+    /// [default: uniform]
     #[arg(long, value_name = "METHOD", value_parser = choice::<RecomputeMethod>(&["uniform", "block"]))]
     pub recompute_method: Option<RecomputeMethod>,
     /// Layers per group (uniform) or per stage (block) of full recompute [default: 1]
@@ -113,10 +116,12 @@ pub struct PrecisionFlags {
     /// Overflows that it takes to halve the loss scale of --fp16 [default: 2]
     #[arg(long, value_name = "N")]
     pub hysteresis: Option<u64>,
-    /// Count these overflows anew after every step without one, rather than when the loss scale is doubled
+    /// Count these overflows anew after every step without one, rather than when the loss scale is
+    /// doubled
     #[arg(long)]
     pub consecutive_hysteresis: bool,
-    /// Sum the gradients of replicas in messages of bf16, half the size, instead of fp32; with --bf16
+    /// Sum the gradients of replicas in messages of bf16, half the size, instead of fp32; with
+    /// --bf16
     #[arg(long)]
     pub grad_reduce_in_bf16: bool,
 }

@@ -87,8 +87,8 @@ pub const TABLE: &[Entry] = &[
     ),
 ];
 
-/// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's, vLLM's and
-/// llama.cpp's. Names without dashes, and what says the same.
+/// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's,
+/// vLLM's and llama.cpp's. Names without dashes, and what says the same.
 const GENERATORS: [(&[&str], &str); 6] = [
     (
         &[

@@ -1,4 +1,5 @@
-//! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and contradictions.
+//! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and
+//! contradictions.
 
 mod ends;
 mod logging;
@@ -506,7 +507,8 @@ impl Resolver<'_> {
         })
     }
 
-    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as NAME's.
+    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as
+    /// NAME's.
     fn samples(
         &mut self,
         name: &str,

@@ -1,8 +1,9 @@
 //! `megatron bench collectives`: time and bandwidth of the operations between ranks.
 //!
-//! Sizes and bandwidths are those of NVIDIA's nccl-tests (its PERFORMANCE.md): the size is that of the larger buffer; bus bandwidth is
-//! what the slowest link carries, whatever the number of ranks: size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather,
-//! reduce_scatter and all_to_all, 1 for send/recv.
+//! Sizes and bandwidths are those of NVIDIA's nccl-tests (its PERFORMANCE.md): the size is that of
+//! the larger buffer; bus bandwidth is what the slowest link carries, whatever the number of ranks:
+//! size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather, reduce_scatter and all_to_all, 1
+//! for send/recv.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -28,8 +29,8 @@ const OPERATIONS: [&str; 5] =
 const FIRST_BATCH: u64 = 3;
 /// How many times as many calls a batch may have as the one before, by whose time it is chosen.
 const GROWTH: u64 = 4;
-/// Times that are taken; each is of as many calls as the budget allows. Single calls would mislead: a rank that comes late finds its peers'
-/// data waiting and is done at once.
+/// Times that are taken; each is of as many calls as the budget allows. Single calls would mislead:
+/// a rank that comes late finds its peers' data waiting and is done at once.
 const BATCHES: u32 = 5;
 
 /// Time all_reduce, all_gather, reduce_scatter, all_to_all and send/recv between ranks
@@ -148,7 +149,8 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             OPERATIONS.join(", ")
         )));
     }
-    // Tensors in memory as a training process has them: on huge pages, where the system gives those.
+    // Tensors in memory as a training process has them: on huge pages, where the system gives
+    // those.
     kernels::tensor::allocator::keep_freed();
     let place = ranks::place()?;
     let (backend, ranks) = match (args.backend, &place) {
@@ -294,7 +296,8 @@ fn buffer(elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     Ok(zeros)
 }
 
-/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill `budget` on rank 0. On a GPU by times that it notes.
+/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill
+/// `budget` on rank 0. On a GPU by times that it notes.
 fn time(
     world: &dyn Communicator,
     device: &Device,
@@ -316,8 +319,8 @@ fn time(
     Ok(Timing::new(seconds))
 }
 
-/// How many calls fill `budget` on rank 0; `batch` tells the seconds of one of so many. The first calls are far slower than later ones, so
-/// batches grow until one is nearly long enough.
+/// How many calls fill `budget` on rank 0; `batch` tells the seconds of one of so many. The first
+/// calls are far slower than later ones, so batches grow until one is nearly long enough.
 fn calls_of_a_batch(
     world: &dyn Communicator,
     budget: Duration,

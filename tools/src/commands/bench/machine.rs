@@ -1,7 +1,9 @@
 //! `megatron bench machine`: the ceilings under which everything else lies, compute and memory.
 //!
-//! Compute is what the instructions of products do in registers alone, for every instruction set of the machine, and the best of f32 matrix products of several sizes (the inner loop of nearly all of a training step); memory is a copy
-//! between arrays much larger than the caches, counted as STREAM does (McCalpin 1995): bytes read plus bytes written.
+//! Compute is what the instructions of products do in registers alone, for every instruction set of
+//! the machine, and the best of f32 matrix products of several sizes (the inner loop of nearly all
+//! of a training step); memory is a copy between arrays much larger than the caches, counted as
+//! STREAM does (McCalpin 1995): bytes read plus bytes written.
 
 use std::time::Duration;
 
@@ -77,7 +79,8 @@ pub fn run(args: &MachineArgs) -> Result<()> {
     Ok(())
 }
 
-/// The best f32 product and a copy on all threads, in 10⁹ operations and bytes a second, measured for some seconds.
+/// The best f32 product and a copy on all threads, in 10⁹ operations and bytes a second, measured
+/// for some seconds.
 ///
 /// # Errors
 /// If a kernel fails.
@@ -90,7 +93,8 @@ pub fn ceilings() -> megatron::Result<(f64, f64)> {
     Ok((best, copy(budget)?))
 }
 
-/// 10⁹ operations a second of an n × n × n product on the threads of the current pool, in its fastest call.
+/// 10⁹ operations a second of an n × n × n product on the threads of the current pool, in its
+/// fastest call.
 fn gemm(n: usize, budget: Duration) -> megatron::Result<f64> {
     let mut values = vec![0.0; n * n];
     fill_normal(&mut values, 1, 1, 0, 1.0);

@@ -1,4 +1,5 @@
-//! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole training steps reach.
+//! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole
+//! training steps reach.
 //!
 //! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks`.
 
@@ -40,7 +41,8 @@ pub enum Bench {
     Machine(machine::MachineArgs),
 }
 
-/// Runs a benchmark and returns the exit code to end with. `origins` says which settings were typed.
+/// Runs a benchmark and returns the exit code to end with. `origins` says which settings were
+/// typed.
 ///
 /// # Errors
 /// If settings cannot be used, or what is measured fails.

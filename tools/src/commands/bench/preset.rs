@@ -19,7 +19,8 @@ pub enum Preset {
     /// GPT-2 itself with a GPU's batch: 1024 tokens × 32 samples
     #[value(name = "gpt2-124m-gpu")]
     Gpt2Gpu,
-    /// A Llama of a billion parameters: 16 layers, 2048 wide, 8 key/value heads, 4096 tokens × 4 samples, 32768 in the vocabulary
+    /// A Llama of a billion parameters: 16 layers, 2048 wide, 8 key/value heads, 4096 tokens × 4
+    /// samples, 32768 in the vocabulary
     #[value(name = "llama-1b-gpu")]
     Llama1bGpu,
 }
@@ -92,8 +93,8 @@ impl Preset {
         }
     }
 
-    /// The settings of a `pretrain` of this shape, as the peer trains: no dropout, AdamW at 3e-4 with weight decay 0.01, gradients
-    /// clipped at norm 1.
+    /// The settings of a `pretrain` of this shape, as the peer trains: no dropout, AdamW at 3e-4
+    /// with weight decay 0.01, gradients clipped at norm 1.
     ///
     /// # Errors
     /// If a setting of `pretrain` has changed its name.
@@ -142,7 +143,8 @@ impl Preset {
     }
 }
 
-/// N: the parameters that a token is multiplied with; position embeddings are looked up, a tied matrix counts once.
+/// N: the parameters that a token is multiplied with; position embeddings are looked up, a tied
+/// matrix counts once.
 pub fn matrix_params(model: &ModelConfig) -> u64 {
     let positions = match model.position_embedding {
         PositionEmbedding::LearnedAbsolute => {
@@ -153,8 +155,9 @@ pub fn matrix_params(model: &ModelConfig) -> u64 {
     model.num_params() - positions
 }
 
-/// 6·N + 6·L·H·S: operations of one token, forward and backward, with the causal half of attention. `pretrain` counts as Megatron does,
-/// slightly differently; this formula is the peer script's, so that figures can be compared.
+/// 6·N + 6·L·H·S: operations of one token, forward and backward, with the causal half of attention.
+/// `pretrain` counts as Megatron does, slightly differently; this formula is the peer script's, so
+/// that figures can be compared.
 pub fn flops_per_token(model: &ModelConfig) -> f64 {
     let attention = 6 * model.num_layers * model.hidden_size * model.seq_length;
     6.0 * matrix_params(model) as f64 + attention as f64
@@ -191,7 +194,8 @@ mod tests {
     #[test]
     fn a_token_costs_two_operations_per_parameter_and_pass_and_half_of_the_attention_square() {
         let model = model(Preset::Small);
-        let attention = 3.0 * 2.0 * 2.0 * 6.0 * 384.0 * 256.0 / 2.0; // passes, operations, products, layers, width, keys / 2
+        // passes, operations, products, layers, width, keys / 2
+        let attention = 3.0 * 2.0 * 2.0 * 6.0 * 384.0 * 256.0 / 2.0;
         assert_eq!(flops_per_token(&model), 6.0 * matrix_params(&model) as f64 + attention);
     }
 }

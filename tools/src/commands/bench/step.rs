@@ -1,6 +1,7 @@
 //! `megatron bench step`: whole training steps on random tokens, over any layout.
 //!
-//! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same shapes in PyTorch.
+//! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same
+//! shapes in PyTorch.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -32,7 +33,8 @@ const PROFILED: usize = 4;
 
 /// Time training steps of a preset on random tokens
 ///
-/// Starts the ranks of the layout on this machine, as `pretrain` does, or joins as one rank under a launcher.
+/// Starts the ranks of the layout on this machine, as `pretrain` does, or joins as one rank under a
+/// launcher.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron bench step --preset gpt2-124m --bf16
@@ -58,7 +60,8 @@ pub struct StepArgs {
     /// Launch forward and backward of a microbatch as a CUDA graph
     #[arg(long)]
     pub enable_cuda_graph: bool,
-    /// Record 4 more steps: a trace of every rank for Perfetto or chrome://tracing, and a table of where the time went
+    /// Record 4 more steps: a trace of every rank for Perfetto or chrome://tracing, and a table of
+    /// where the time went
     #[arg(long)]
     pub profile: bool,
     /// Folder of the traces
@@ -162,7 +165,8 @@ struct Measured {
     profile: Option<Profile>,
 }
 
-/// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's settings record.
+/// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's
+/// settings record.
 fn measure(
     run: &RunConfig,
     timed: u64,

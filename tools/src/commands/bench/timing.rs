@@ -58,9 +58,10 @@ pub fn repeat<R>(budget: Duration, mut operation: impl FnMut() -> Result<R>) -> 
         .map(Timing::new)
 }
 
-/// Calls `operation` for about `budget` after a warm-up, and runs `instruction` on all threads before and after every call, as long as
-/// the call took: times, and what each call reached of the rate around it if it takes `flops` operations. Clocks and neighbours of a
-/// shared machine change within seconds, by half; the two feel them alike.
+/// Calls `operation` for about `budget` after a warm-up, and runs `instruction` on all threads
+/// before and after every call, as long as the call took: times, and what each call reached of the
+/// rate around it if it takes `flops` operations. Clocks and neighbours of a shared machine change
+/// within seconds, by half; the two feel them alike.
 ///
 /// # Errors
 /// Those of `operation`.
@@ -94,8 +95,9 @@ fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the sum of their rates in the best of
-/// several runs, since neighbours on a shared machine slow down some of them. A run is long enough for the clock to settle.
+/// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the
+/// sum of their rates in the best of several runs, since neighbours on a shared machine slow down
+/// some of them. A run is long enough for the clock to settle.
 pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
     let rounds = rounds_of(instruction, 0.01);
     let start = Instant::now();

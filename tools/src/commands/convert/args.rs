@@ -8,29 +8,33 @@ use megatron::checkpoint::Float;
 
 /// Turn a Hugging Face model or a checkpoint of Megatron-LM into a checkpoint
 ///
-/// A folder with config.json is a Hugging Face model: config.json and *.safetensors of GPT-2, Llama, Mistral, Qwen2 and Bloom models are
-/// read. One with latest_checkpointed_iteration.txt or .metadata is Megatron-LM's or Megatron-Core's: checkpoints in the format torch_dist
-/// are read, written under any layout, with the arguments that they record; weights alone, so that the optimizer starts afresh.
+/// A folder with config.json is a Hugging Face model: config.json and *.safetensors of GPT-2,
+/// Llama, Mistral, Qwen2 and Bloom models are read. One with latest_checkpointed_iteration.txt or
+/// .metadata is Megatron-LM's or Megatron-Core's: checkpoints in the format torch_dist are read,
+/// written under any layout, with the arguments that they record; weights alone, so that the
+/// optimizer starts afresh.
 ///
-/// One tensor is read at a time, and keeps its dtype. What the model has and this program has not is refused by name, and no file in CKPT
-/// is replaced by another.
+/// One tensor is read at a time, and keeps its dtype. What the model has and this program has not
+/// is refused by name, and no file in CKPT is replaced by another.
 #[derive(Args, Clone, Debug)]
 pub struct ImportArgs {
-    /// Folder of a Hugging Face model, of Megatron-LM's checkpoints (whose latest is taken), or one of their iter_... folders
+    /// Folder of a Hugging Face model, of Megatron-LM's checkpoints (whose latest is taken), or one
+    /// of their iter_... folders
     #[arg(value_name = "HF_DIR|MEGATRON_DIR")]
     pub from: PathBuf,
     /// Folder of checkpoints to write to; made, and must not hold one yet, nor a Hugging Face model
     #[arg(value_name = "CKPT")]
     pub to: PathBuf,
-    /// Tokens of the tokenizer, for a checkpoint of Megatron-LM that does not know them [default: as it records, else its padded vocabulary]
+    /// Tokens of the tokenizer, for a checkpoint of Megatron-LM that does not know them [default:
+    /// as it records, else its padded vocabulary]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub vocab_size: Option<u32>,
 }
 
 /// Turn a checkpoint into a Hugging Face model
 ///
-/// Writes config.json, weights in shards with an index, generation_config.json, and the tokenizer's files if they lie beside the
-/// checkpoint, as transformers loads them.
+/// Writes config.json, weights in shards with an index, generation_config.json, and the tokenizer's
+/// files if they lie beside the checkpoint, as transformers loads them.
 #[derive(Args, Clone, Debug)]
 pub struct ExportArgs {
     /// Folder of checkpoints, whose latest is taken, or one of its iter_... folders
@@ -39,7 +43,8 @@ pub struct ExportArgs {
     /// Folder to write; it must not hold anything
     #[arg(value_name = "HF_DIR")]
     pub to: PathBuf,
-    /// The most that one file holds: bytes, or with a unit (KB, MB, GB: powers of 1000; KiB, MiB, GiB: of 1024)
+    /// The most that one file holds: bytes, or with a unit (KB, MB, GB: powers of 1000; KiB, MiB,
+    /// GiB: of 1024)
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = byte_size)]
     pub max_shard_size: u64,
     /// Dtype of the weights: fp32, bf16, fp16 [default: as they are stored]

@@ -1,4 +1,5 @@
-//! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints to checkpoints, and to Hugging Face folders.
+//! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints
+//! to checkpoints, and to Hugging Face folders.
 
 mod args;
 

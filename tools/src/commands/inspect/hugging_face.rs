@@ -1,4 +1,5 @@
-//! What a Hugging Face model's folder holds. Only headers are read; nothing in the files is trusted.
+//! What a Hugging Face model's folder holds. Only headers are read; nothing in the files is
+//! trusted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,7 +34,8 @@ const SETTINGS: [&str; 13] = [
 
 type Tensors = BTreeMap<String, (Option<Float>, Vec<usize>)>;
 
-/// Prints what is in the folder, or in one safetensors file. Data are looked at only if `verify`, and only for what import would.
+/// Prints what is in the folder, or in one safetensors file. Data are looked at only if `verify`,
+/// and only for what import would.
 pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     fact("model", path.display());
     if !path.is_dir() {

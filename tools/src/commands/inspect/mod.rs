@@ -1,4 +1,5 @@
-//! `megatron inspect`: what a checkpoint, a dataset or a Hugging Face model holds, and whether it is whole.
+//! `megatron inspect`: what a checkpoint, a dataset or a Hugging Face model holds, and whether it
+//! is whole.
 
 mod dataset;
 mod hugging_face;
@@ -13,11 +14,13 @@ use crate::error::{Error, Result};
 
 /// Show what is in a checkpoint, a dataset or a Hugging Face model, and whether it is whole
 ///
-/// A checkpoint: its iteration, tensors, model and layout, and the layouts it fits. An indexed dataset: its sequences,
-/// documents and tokens. A Hugging Face folder or a .safetensors file: its architecture and tensors.
+/// A checkpoint: its iteration, tensors, model and layout, and the layouts it fits. An indexed
+/// dataset: its sequences, documents and tokens. A Hugging Face folder or a .safetensors file: its
+/// architecture and tensors.
 ///
-/// Everything is read and checked: checksums of checkpoints, the largest token of datasets. --verify=false looks at no data,
-/// only at what describes them. Files are not trusted; one that is damaged is named, and the exit code is 1.
+/// Everything is read and checked: checksums of checkpoints, the largest token of datasets.
+/// --verify=false looks at no data, only at what describes them. Files are not trusted; one that is
+/// damaged is named, and the exit code is 1.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron inspect checkpoints/quickstart

@@ -14,7 +14,8 @@ use crate::commands::reshard::describe_layout;
 use crate::error::Result;
 use crate::report::ByteBar;
 
-/// Prints what the checkpoint in folder `path` (`…/iter_0000100`) holds; with `verify`, reads all of it.
+/// Prints what the checkpoint in folder `path` (`…/iter_0000100`) holds; with `verify`, reads all
+/// of it.
 pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     let manifest = Manifest::read(path)?;
     let on_disk: u64 = manifest.files.values().sum();

@@ -9,13 +9,15 @@ use crate::error::{Error, Result};
 
 /// Start any command once per rank, as torchrun does, or DeepSpeed's runner on the hosts of a file
 ///
-/// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, prefixes every line of output with
-/// the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and stops all ranks of this machine when one fails. Its exit code is that of the first rank
-/// that failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save (--grace-period); those that take longer are killed,
-/// which the exit code 137 tells.
+/// Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT,
+/// prefixes every line of output with the rank, forwards SIGINT, SIGTERM and SIGHUP as SIGTERM, and
+/// stops all ranks of this machine when one fails. Its exit code is that of the first rank that
+/// failed, or 128 + the signal that killed it. Ranks that are asked to stop have 30 s to save
+/// (--grace-period); those that take longer are killed, which the exit code 137 tells.
 ///
-/// With --hostfile it starts itself over ssh on every host, in the same folder and with the same PATH, prefixes lines with the host, too, and stops all hosts
-/// when one fails. If it or a connection dies, ranks are asked to stop.
+/// With --hostfile it starts itself over ssh on every host, in the same folder and with the same
+/// PATH, prefixes lines with the host, too, and stops all hosts when one fails. If it or a
+/// connection dies, ranks are asked to stop.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron launch --nproc-per-node 4 -- megatron pretrain run.toml
@@ -31,7 +33,8 @@ pub struct LaunchArgs {
     /// Which of the machines this is, from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub node_rank: u32,
-    /// Where rank 0 runs, as the other machines reach it [default: 127.0.0.1 on one machine, of a hostfile the first host]
+    /// Where rank 0 runs, as the other machines reach it [default: 127.0.0.1 on one machine, of a
+    /// hostfile the first host]
     #[arg(long, value_name = "HOST")]
     pub master_addr: Option<String>,
     /// Port where ranks meet [default: a free one on one machine, 29500 on several]
@@ -40,13 +43,15 @@ pub struct LaunchArgs {
     /// Seconds that ranks have to save when they are asked to stop, before they are killed
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub grace_period: u32,
-    /// Times that all ranks of this machine are started again after one failed; of several machines each is given as many
+    /// Times that all ranks of this machine are started again after one failed; of several machines
+    /// each is given as many
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub max_restarts: u32,
     /// Machines, one a line as `HOST slots=N` with a rank for each slot; # begins a comment
     #[arg(long, value_name = "FILE", conflicts_with_all = ["nproc_per_node", "nnodes", "node_rank"])]
     pub hostfile: Option<PathBuf>,
-    /// Hosts and slots of the hostfile to use, `HOST[:SLOT,…]@…`; slots are the GPUs that ranks there see
+    /// Hosts and slots of the hostfile to use, `HOST[:SLOT,…]@…`; slots are the GPUs that ranks
+    /// there see
     #[arg(long, value_name = "HOSTS", requires = "hostfile", conflicts_with = "exclude")]
     pub include: Option<String>,
     /// Hosts and slots of the hostfile to leave out
@@ -61,8 +66,9 @@ pub struct LaunchArgs {
     /// More arguments of ssh, in one word, such as '-i key -o StrictHostKeyChecking=no'
     #[arg(long, value_name = "ARGUMENTS", requires = "hostfile", allow_hyphen_values = true)]
     pub ssh_args: Option<String>,
-    /// A variable that ranks on other hosts get, with the value it has here if none is given; besides PATH, LD_LIBRARY_PATH, OMP_NUM_THREADS, RAYON_NUM_THREADS
-    /// and those that begin with NCCL_, UCX_, MEGATRON_, CUDA_, RUST_, PYTHON or TORCH_
+    /// A variable that ranks on other hosts get, with the value it has here if none is given;
+    /// besides PATH, LD_LIBRARY_PATH, OMP_NUM_THREADS, RAYON_NUM_THREADS and those that begin with
+    /// NCCL_, UCX_, MEGATRON_, CUDA_, RUST_, PYTHON or TORCH_
     #[arg(long, value_name = "NAME[=VALUE]", requires = "hostfile")]
     pub export: Vec<String>,
     /// Where this program is on the hosts [default: where it is here]

@@ -20,13 +20,15 @@ use crate::ranks::{secret, secret_or_new};
 
 /// torchrun's port, and DeepSpeed's.
 const DEFAULT_PORT: u16 = 29500;
-/// What ssh is told after the user's own arguments, of which it takes the first of each kind: several that ask for passwords at once are of no use, and a
-/// machine that is gone is to be noticed.
+/// What ssh is told after the user's own arguments, of which it takes the first of each kind:
+/// several that ask for passwords at once are of no use, and a machine that is gone is to be
+/// noticed.
 const SSH_ARGS: [&str; 4] = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=30"];
 /// How long another machine may take longer than its ranks to stop.
 const SLOWER: Duration = Duration::from_secs(10);
 
-/// Starts the ranks, of this machine or of those of a hostfile, and returns the exit code to end with.
+/// Starts the ranks, of this machine or of those of a hostfile, and returns the exit code to end
+/// with.
 ///
 /// # Errors
 /// If the command cannot be started, the hostfile cannot be used, or the port is in use.

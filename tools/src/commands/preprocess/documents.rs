@@ -106,7 +106,8 @@ impl Piece {
     }
 }
 
-/// The number that Python's `json` writes in its own way, if one is at `column` (from 1) of a line, where the parser stumbled.
+/// The number that Python's `json` writes in its own way, if one is at `column` (from 1) of a line,
+/// where the parser stumbled.
 fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
     let near = |name: &&str| {
         let start = column.saturating_sub(name.len() + 1);

@@ -1,7 +1,7 @@
 //! Input files: what they hold, and their text whether compressed or not.
 //!
-//! Compression is told by the first bytes (RFC 1952, RFC 8878), the format by the name. Nothing is read whole: a file that
-//! decompresses to more than there is memory costs time, not memory.
+//! Compression is told by the first bytes (RFC 1952, RFC 8878), the format by the name. Nothing is
+//! read whole: a file that decompresses to more than there is memory costs time, not memory.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -51,12 +51,12 @@ pub struct Input {
 }
 
 impl Input {
-    /// The files that a path names: itself, or, of a folder, those that are text, as `pretrain` reads
-    /// it.
+    /// The files that a path names: itself, or, of a folder, those that are text, as `pretrain`
+    /// reads it.
     ///
     /// # Errors
-    /// `Error::Data` where a file is missing or of a format that is not read, or the folder holds no
-    /// text.
+    /// `Error::Data` where a file is missing or of a format that is not read, or the folder holds
+    /// no text.
     pub fn of(path: &Path) -> megatron::Result<Vec<Self>> {
         if !path.is_dir() {
             return Ok(vec![Self::new(path)?]);

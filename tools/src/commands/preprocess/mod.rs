@@ -1,6 +1,8 @@
-//! `megatron preprocess` and `megatron tokenizer`: text into token files, and vocabularies from text.
+//! `megatron preprocess` and `megatron tokenizer`: text into token files, and vocabularies from
+//! text.
 //!
-//! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same bytes.
+//! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same
+//! bytes.
 
 pub mod documents;
 pub mod input;
@@ -40,8 +42,9 @@ use input::{Format, Input, records_in};
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
   megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
 pub struct PreprocessArgs {
-    /// Files to read, in this order: .jsonl, .json (a JSON object on each line), .parquet, or text of any other name, with .gz or .zst
-    /// if compressed; or folders of text, as --data-path of `pretrain` takes them
+    /// Files to read, in this order: .jsonl, .json (a JSON object on each line), .parquet, or text
+    /// of any other name, with .gz or .zst if compressed; or folders of text, as --data-path of
+    /// `pretrain` takes them
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
     /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
@@ -80,8 +83,9 @@ pub enum TokenizerCommand {
 
 /// Train a byte-level BPE vocabulary on text
 ///
-/// Writes a tokenizer.json that `preprocess`, `pretrain` and the Hugging Face libraries load. Its token <|endoftext|> ends
-/// documents. Every text can be encoded: bytes that no longer token covers are tokens of their own.
+/// Writes a tokenizer.json that `preprocess`, `pretrain` and the Hugging Face libraries load. Its
+/// token <|endoftext|> ends documents. Every text can be encoded: bytes that no longer token covers
+/// are tokens of their own.
 #[derive(Args, Clone, Debug)]
 pub struct TrainArgs {
     /// Tokens of the vocabulary, at most; 257 at least
@@ -336,7 +340,8 @@ impl Output {
         Ok(Self { prefix, writer, documents: 0, tokens: 0, has_tokens: false })
     }
 
-    /// Appends a piece's sequences. Empty ones are left out, and a document without tokens does not get an end.
+    /// Appends a piece's sequences. Empty ones are left out, and a document without tokens does not
+    /// get an end.
     fn add(&mut self, mut sequences: Vec<Vec<u32>>, last: bool, eod: Option<u32>) -> Result<()> {
         sequences.retain(|sequence| !sequence.is_empty());
         self.has_tokens |= !sequences.is_empty();

@@ -81,7 +81,8 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run), variables)
 }
 
-/// What to say where whoever started the ranks does not start them again as often as the run's settings ask for.
+/// What to say where whoever started the ranks does not start them again as often as the run's
+/// settings ask for.
 fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
     let granted =
         std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
@@ -148,7 +149,8 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
 
 /// Opens the data, which tell the size of the vocabulary.
 ///
-/// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made from has changed.
+/// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made
+/// from has changed.
 fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
     if let Some(folder) = &run.checkpoint.init_from_hf
@@ -265,7 +267,8 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
         reporter.message(&why);
     }
-    // Here, so that a rank that fails aborts before its groups are dropped, which waits for what is under way in them.
+    // Here, so that a rank that fails aborts before its groups are dropped, which waits for what is
+    // under way in them.
     let mut trainer = None;
     let outcome = run_rank(
         &resolved.run,
@@ -383,7 +386,8 @@ fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
     }
 }
 
-/// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came with a Hugging Face model.
+/// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came
+/// with a Hugging Face model.
 fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
     if let Some(tokenizer) = tokenizer {

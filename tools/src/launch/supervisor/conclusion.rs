@@ -88,7 +88,8 @@ impl Supervisor<'_> {
         {
             return Some(Exit::Signal(signal).code());
         }
-        // Somebody else may have asked one of the ranks, here or on another machine: they saved, and say so by their codes.
+        // Somebody else may have asked one of the ranks, here or on another machine: they saved,
+        // and say so by their codes.
         let asked = |rank: &Rank| matches!(rank.exit, Some(Exit::Code(code)) if code == 0 || is_stopped(code));
         let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
         failures.first().filter(|_| well).map(|first| first.exit.code())

@@ -1,4 +1,5 @@
-//! One round of the ranks of this machine, or of the supervisors of several: starts them, relays their output and signals, and ends them together.
+//! One round of the ranks of this machine, or of the supervisors of several: starts them, relays
+//! their output and signals, and ends them together.
 
 mod conclusion;
 
@@ -24,7 +25,8 @@ const TICK: Duration = Duration::from_millis(20);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How long output of an ended rank may still be on its way.
 const DRAIN: Duration = Duration::from_millis(500);
-/// How long whoever asked the run to stop is kept waiting by someone who does not read what it printed.
+/// How long whoever asked the run to stop is kept waiting by someone who does not read what it
+/// printed.
 const UNREAD: Duration = Duration::from_secs(2);
 
 /// Advice where a thread could not be started.
@@ -60,7 +62,8 @@ enum Phase {
     },
 }
 
-/// Runs the ranks of `plan`, which were started again `restarts` times before, to their end. Why they failed is printed.
+/// Runs the ranks of `plan`, which were started again `restarts` times before, to their end. Why
+/// they failed is printed.
 ///
 /// # Errors
 /// If a rank cannot be started.
@@ -94,7 +97,8 @@ struct Supervisor<'a> {
     stop: Option<i32>,
     /// Whether a signal came, before or after.
     asked: bool,
-    /// Whether a rank ended because it was asked to. One that had finished when the signal came has done its work.
+    /// Whether a rank ended because it was asked to. One that had finished when the signal came has
+    /// done its work.
     cut_short: bool,
     /// Whether ranks were killed because they did not stop in time.
     overdue: bool,
@@ -160,8 +164,9 @@ impl<'a> Supervisor<'a> {
         Ok(started)
     }
 
-    /// Shows what ranks printed, waiting up to `patience` for the first line. While nobody reads it, ranks wait with what they print, too, unless they are to
-    /// end, which they could not do while they wait.
+    /// Shows what ranks printed, waiting up to `patience` for the first line. While nobody reads
+    /// it, ranks wait with what they print, too, unless they are to end, which they could not do
+    /// while they wait.
     fn relay(&mut self, patience: Duration) {
         if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
             std::thread::sleep(patience);
@@ -213,8 +218,9 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// What came since the last look, in no known order. The first of them stops the run, and none of those that came with it is yet one of someone who does not
-    /// want to wait; SIGHUP comes after another (systemd, a terminal that closes), whose code the run ends with.
+    /// What came since the last look, in no known order. The first of them stops the run, and none
+    /// of those that came with it is yet one of someone who does not want to wait; SIGHUP comes
+    /// after another (systemd, a terminal that closes), whose code the run ends with.
     fn interrupt_all(&mut self, signals: impl Iterator<Item = i32>) {
         let mut signals: Vec<i32> = signals.collect();
         if matches!(self.phase, Phase::Running) {
@@ -224,8 +230,9 @@ impl<'a> Supervisor<'a> {
         signals.into_iter().for_each(|signal| self.interrupt(signal));
     }
 
-    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow only SIGINT, from someone who does not want
-    /// to wait, kills: schedulers repeat SIGTERM, and systemd sends SIGHUP after it. The launcher of several machines asks for SIGKILL.
+    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow
+    /// only SIGINT, from someone who does not want to wait, kills: schedulers repeat SIGTERM, and
+    /// systemd sends SIGHUP after it. The launcher of several machines asks for SIGKILL.
     fn interrupt(&mut self, signal: i32) {
         self.asked = true;
         match self.phase {
@@ -266,7 +273,8 @@ impl<'a> Supervisor<'a> {
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
             let Some(child) = &mut rank.child else { continue };
-            // A script that is asked to stop dies of it; what it started may still save, and lives while it could say so.
+            // A script that is asked to stop dies of it; what it started may still save, and lives
+            // while it could say so.
             let may_save = self.plan.stop_limit.is_some()
                 && matches!(self.phase, Phase::Stopping { .. })
                 && rank.told != Some(libc::SIGKILL)
@@ -329,7 +337,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Shows what is still in the pipes. While somebody is slow to read it nothing of it is lost, unless a signal comes.
+    /// Shows what is still in the pipes. While somebody is slow to read it nothing of it is lost,
+    /// unless a signal comes.
     fn drain(&mut self, requests: &mut Requests) {
         let mut until = Instant::now() + DRAIN;
         while self.ranks.iter().any(|rank| rank.open_streams > 0) && Instant::now() < until {
@@ -341,7 +350,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Waits until all is printed, but not for someone who does not read where somebody else wants the run to end: whether a signal asked for that.
+    /// Waits until all is printed, but not for someone who does not read where somebody else wants
+    /// the run to end: whether a signal asked for that.
     fn finish_printing(&mut self, requests: &mut Requests) -> bool {
         if self.unread > 0 {
             let note = format!(

@@ -1,4 +1,5 @@
-//! Backward: one task per sample and group; a group's sums of dk and dv over queries and heads have one order.
+//! Backward: one task per sample and group; a group's sums of dk and dv over queries and heads have
+//! one order.
 
 use std::arch::x86_64::*;
 use std::f32::consts::LOG2_E;
@@ -126,7 +127,8 @@ struct Head<'a, T> {
 }
 
 impl<E: Lanes> Pass<'_, E> {
-    /// Part `part` of group `task % groups` of sample `task / groups`, as [`Geometry::qkv_rows`] says.
+    /// Part `part` of group `task % groups` of sample `task / groups`, as [`Geometry::qkv_rows`]
+    /// says.
     fn part(&self, task: usize, part: usize) -> Rows<'_, E> {
         let groups = self.call.geometry.shape.groups;
         self.call.geometry.qkv_rows(self.packed, task / groups, task % groups, part)
@@ -141,7 +143,8 @@ impl<E: Lanes> Pass<'_, E> {
         [self.part(task, j), rows(self.out), rows(self.dout)]
     }
 
-    /// Has rows copied that head `j` of group `task` needs: those of the group, too, if it is its first.
+    /// Has rows copied that head `j` of group `task` needs: those of the group, too, if it is its
+    /// first.
     ///
     /// # Safety
     /// As [`Prefetcher::copy`], for all of these places.
@@ -166,7 +169,8 @@ impl<E: Lanes> Pass<'_, E> {
         }
     }
 
-    /// Writes the columns in `dqkv` of the groups that `draw` gives: group `task % groups` of sample `task / groups`.
+    /// Writes the columns in `dqkv` of the groups that `draw` gives: group `task % groups` of
+    /// sample `task / groups`.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these columns.
@@ -222,7 +226,8 @@ impl<E: Lanes> Pass<'_, E> {
                 while let Some(task) = following {
                     let (batch, group) = (task / shape.groups, task % shape.groups);
                     let first_keys = self.call.first_keys(batch, n);
-                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted. What is copied goes to buffers that are not used before.
+                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
+                    // What is copied goes to buffers that are not used before.
                     unsafe {
                         flip::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_flipped);
                         let mut of_keys = Group {
@@ -253,13 +258,15 @@ impl<E: Lanes> Pass<'_, E> {
                             written.for_each(|part| {
                                 ahead.write(target.0, self.part(task, part), 0..s)
                             });
-                            // No more products than follow: those of dq and of dk and dv are as many where all of a tile is seen, else more.
+                            // No more products than follow: those of dq and of dk and dv are as
+                            // many where all of a tile is seen, else more.
                             ahead.spread((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
                             turned::<K>(copies.queries, n, width, q_turned);
                             turned::<K>(copies.dout, n, width, do_turned);
                             let head = group * of_group + j;
                             let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                            // Of no query: its probabilities are none, whatever a slope adds to its scores.
+                            // Of no query: its probabilities are none, whatever a slope adds to its
+                            // scores.
                             lse[s..].fill(f32::INFINITY);
                             lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
                             let mut of_queries = Head {
@@ -374,7 +381,8 @@ impl<E: Lanes> Pass<'_, E> {
                     let kept = self.call.mask.map_or(1.0, |m| m.scale as f32);
                     harden(&head.tile, key, scale, kept, per_query, weights, at);
                 }
-                // Tiles of keys come in order: the first one that these queries see holds the first key that the first of them sees.
+                // Tiles of keys come in order: the first one that these queries see holds the first
+                // key that the first of them sees.
                 let first = first_keys[query] as usize >= keys.start;
                 let corner = (seen.end > query).then_some(Corner::Right);
                 let ds = weights.ds_right

@@ -7,8 +7,8 @@ use super::{BLOCK, LANES};
 use crate::cpu::gemm::lanes::Lanes;
 use crate::tensor::host::HostElem;
 
-/// A left operand `[rows, inner]`: where it begins, and the distances of rows and of pieces of [`Engine::STEP`] elements of the inner
-/// dimension. The elements of a piece are contiguous.
+/// A left operand `[rows, inner]`: where it begins, and the distances of rows and of pieces of
+/// [`Engine::STEP`] elements of the inner dimension. The elements of a piece are contiguous.
 #[derive(Clone, Copy)]
 pub struct Left<T> {
     pub at: *const T,
@@ -22,8 +22,8 @@ impl<T> Left<T> {
         Self { at: rows.as_ptr(), row: width, step: K::STEP }
     }
 
-    /// Of rows `[n, width]`, the operand whose inner dimension are the rows: themselves seen along their columns where GROUP is 1, else what
-    /// [`super::operands::flip`] made of them.
+    /// Of rows `[n, width]`, the operand whose inner dimension are the rows: themselves seen along
+    /// their columns where GROUP is 1, else what [`super::operands::flip`] made of them.
     pub fn flipped<K: Engine<Operand = T>>(rows: &[T], flipped: &[T], width: usize) -> Self {
         if K::GROUP == 1 {
             Self { at: rows.as_ptr(), row: 1, step: width }
@@ -38,18 +38,22 @@ impl<T> Left<T> {
     }
 }
 
-/// The quarter of a block on the diagonal that nobody sees: the last 16 keys of the first 16 queries.
+/// The quarter of a block on the diagonal that nobody sees: the last 16 keys of the first 16
+/// queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Corner {
     /// Keys are the result's rows and queries its columns: those sums may be anything finite.
     Result,
-    /// Keys are the inner dimension, and its last 32 are the diagonal's; in the right operand, the corner holds zeros.
+    /// Keys are the inner dimension, and its last 32 are the diagonal's; in the right operand, the
+    /// corner holds zeros.
     Right,
-    /// Keys are the rows, queries the inner dimension, and its first 32 are the diagonal's; in the left operand, the corner holds zeros.
+    /// Keys are the rows, queries the inner dimension, and its first 32 are the diagonal's; in the
+    /// left operand, the corner holds zeros.
     Left,
 }
 
-/// Inner elements that rows of a block are made of: `first .. both` count for all 32 columns, `both .. end` for the last 16.
+/// Inner elements that rows of a block are made of: `first .. both` count for all 32 columns, `both
+/// .. end` for the last 16.
 #[derive(Clone, Copy)]
 pub struct Span {
     pub first: usize,
@@ -58,7 +62,8 @@ pub struct Span {
 }
 
 impl Span {
-    /// Of the rows from `row` on, which lie on one side of the middle or have no other span than the others.
+    /// Of the rows from `row` on, which lie on one side of the middle or have no other span than
+    /// the others.
     pub fn new(inner: usize, corner: Option<Corner>, row: usize) -> Self {
         let all = Self { first: 0, both: inner, end: inner };
         match corner {
@@ -72,7 +77,8 @@ impl Span {
 
 /// Products of blocks of 32 × 32, and the operands they want.
 ///
-/// A *right* operand is `[inner / GROUP][columns][GROUP]`: GROUP elements along the inner dimension lie side by side.
+/// A *right* operand is `[inner / GROUP][columns][GROUP]`: GROUP elements along the inner dimension
+/// lie side by side.
 ///
 /// # Safety
 /// Of all functions: the machine has the instructions, and the memory is as said.
@@ -90,9 +96,10 @@ pub trait Engine {
     /// Copies `n` elements of a row, and fills it up with zeros to `width`, a multiple of 32.
     unsafe fn row(from: *const Self::Elem, n: usize, to: *mut Self::Operand, width: usize);
 
-    /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner dimension is a multiple of 32. `b` is given
-    /// with the distance of its rows of GROUP · columns, `c` with that of its rows. Products with the corner may be left out. Calls [`Prefetcher::ask`] ASKS times
-    /// in between.
+    /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner
+    /// dimension is a multiple of 32. `b` is given with the distance of its rows of GROUP ·
+    /// columns, `c` with that of its rows. Products with the corner may be left out. Calls
+    /// [`Prefetcher::ask`] ASKS times in between.
     unsafe fn block(
         inner: usize,
         corner: Option<Corner>,
@@ -107,7 +114,8 @@ pub trait Engine {
     /// What a probability is rounded to before it weighs values.
     unsafe fn round(p: __m512) -> __m512;
 
-    /// Stores two rows, of 16 columns, as a part of a right operand of 32 columns, whose inner dimension are the rows.
+    /// Stores two rows, of 16 columns, as a part of a right operand of 32 columns, whose inner
+    /// dimension are the rows.
     unsafe fn right(rows: [__m512; 2], to: *mut Self::Operand);
 
     /// Stores two rows of a left operand.
@@ -152,7 +160,8 @@ mod tests {
             for add in [false, true] {
                 let product = |corner| {
                     let mut c = [0.5_f32; BLOCK * BLOCK];
-                    // SAFETY: the caller has looked at the machine; the operands have INNER elements of 32 rows and columns.
+                    // SAFETY: the caller has looked at the machine; the operands have INNER
+                    // elements of 32 rows and columns.
                     unsafe {
                         let a = Left::plain::<K>(&a, INNER);
                         K::block(

@@ -19,7 +19,8 @@ use crate::tensor::parallel::{self, Shared};
 /// Keys per tile.
 const KEYS: usize = 128;
 
-/// Writes all of `out` and `lse`, as [`crate::cpu::attention::attention`] says; false where there is no engine.
+/// Writes all of `out` and `lse`, as [`crate::cpu::attention::attention`] says; false where there
+/// is no engine.
 pub fn forward<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) -> bool {
     with_engine::<E>(Forward {
         call,
@@ -44,7 +45,8 @@ impl WithEngine for Forward<'_> {
         let packed =
             unsafe { std::slice::from_raw_parts(packed.cast::<K::Elem>(), s * b * shape.width()) };
         let (out, lse, tiles) = (Shared(out.cast::<K::Elem>()), Shared(lse), s.div_ceil(BLOCK));
-        // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave idle.
+        // No tile depends on how they are dealt. Two tasks a thread even out what the last ones
+        // leave idle.
         let parts =
             (2 * parallel::threads()).div_ceil((b * shape.groups).max(1)).clamp(1, tiles.max(1));
         let tasks = if tiles > 0 { b * shape.groups * parts } else { 0 };
@@ -120,7 +122,8 @@ impl<E: Lanes> Group<'_, E> {
         self.call.scores.first_key(self.call.geometry.s, self.batch, tile * BLOCK) / BLOCK * BLOCK
     }
 
-    /// Has the rows asked for that a tile of queries needs, once there are the keys and values before `copied`.
+    /// Has the rows asked for that a tile of queries needs, once there are the keys and values
+    /// before `copied`.
     fn expect<K: Engine<Elem = E>>(
         &self,
         tile: usize,
@@ -144,7 +147,8 @@ impl<E: Lanes> Group<'_, E> {
         }
     }
 
-    /// Writes the rows of these tiles of queries, whose numbers rise, in `out` and `lse`; `next` is what follows them.
+    /// Writes the rows of these tiles of queries, whose numbers rise, in `out` and `lse`; `next` is
+    /// what follows them.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these rows.
@@ -167,7 +171,8 @@ impl<E: Lanes> Group<'_, E> {
             [all, all, pairs, pairs, tile, tile, KEYS * BLOCK],
             [KEYS * BLOCK, tile],
             |[keys, values, pairs, flipped, rows, queries, p], [scores, acc]| {
-                // Keys and values before this one are copied, but for those that no further query sees.
+                // Keys and values before this one are copied, but for those that no further query
+                // sees.
                 let mut copied = 0;
                 while let Some(tile) = tiles.next() {
                     let (query, end, seen) = (tile * BLOCK, (tile + 1) * BLOCK, self.seen(tile));
@@ -239,7 +244,8 @@ impl<E: Lanes> Group<'_, E> {
         tile.turn_to(query);
         for key in (self.seen(query / BLOCK)..query + BLOCK).step_by(KEYS) {
             let keys = KEYS.min(query + BLOCK - key);
-            // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all below the end of the operands.
+            // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all below
+            // the end of the operands.
             unsafe {
                 for k in (0..keys).step_by(BLOCK) {
                     let to = (scores.as_mut_ptr().add(k * BLOCK), BLOCK);
@@ -329,8 +335,8 @@ impl<E: Lanes> Group<'_, E> {
     }
 }
 
-/// A tile's step of the online softmax: makes `p`, 2^(score − maximum), dropped and rounded, with 0 for keys that a query does
-/// not see, and brings what was gathered so far to the new maximum.
+/// A tile's step of the online softmax: makes `p`, 2^(score − maximum), dropped and rounded, with 0
+/// for keys that a query does not see, and brings what was gathered so far to the new maximum.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -358,7 +364,8 @@ unsafe fn soften<K: Engine, const EDGE: bool, const DROP: bool>(
                         score =
                             _mm512_mask_mov_ps(lowest, tile.seen(half, first_key + key + i), score);
                     }
-                    // Of operands one of which is NaN, MAXPS gives the second: NaNs are passed over.
+                    // Of operands one of which is NaN, MAXPS gives the second: NaNs are passed
+                    // over.
                     tops[half][i] = _mm512_max_ps(score, tops[half][i]);
                 }
             }

@@ -22,7 +22,8 @@ pub fn exp2(x: __m512) -> __m512 {
 const EXP2: [f32; 7] =
     [1.534_581_2e-4, 1.339_993_1e-3, 9.618_489e-3, 5.550_328_6e-2, 0.240_226_46, LN_2, 1.0];
 
-/// ln x to about 1e-7 relative to the larger of 1 and the result: 2·artanh((m − 1)/(m + 1)) + e·ln 2 for x = m·2ᵉ.
+/// ln x to about 1e-7 relative to the larger of 1 and the result: 2·artanh((m − 1)/(m + 1)) + e·ln
+/// 2 for x = m·2ᵉ.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn ln(x: __m512) -> __m512 {

@@ -1,9 +1,10 @@
 //! Attention with queries side by side in the lanes of vectors, for AVX-512 and what builds on it.
 //!
-//! Scores are made transposed, `[keys, queries]`, so that maxima, sums, masks and random words of sixteen queries are operations of
-//! whole vectors. The output and the gradient of the queries are gathered transposed, too, and turned once they are complete.
-//! All products are of blocks of 32 × 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in f32.
-//! As in other products of bf16, subnormal numbers then count as 0.
+//! Scores are made transposed, `[keys, queries]`, so that maxima, sums, masks and random words of
+//! sixteen queries are operations of whole vectors. The output and the gradient of the queries are
+//! gathered transposed, too, and turned once they are complete. All products are of blocks of 32 ×
+//! 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in f32. As in other
+//! products of bf16, subnormal numbers then count as 0.
 
 mod backward;
 mod engine;
@@ -63,7 +64,8 @@ impl Call<'_> {
         self.geometry.shape.head_dim.next_multiple_of(BLOCK)
     }
 
-    /// The first keys that the first `n` queries of a sample see; those behind the sequence's end see what its last one sees.
+    /// The first keys that the first `n` queries of a sample see; those behind the sequence's end
+    /// see what its last one sees.
     fn first_keys(&self, sample: usize, n: usize) -> Vec<u32> {
         let s = self.geometry.s;
         (0..n).map(|query| self.scores.first_key(s, sample, query.min(s - 1)) as u32).collect()

@@ -1,5 +1,5 @@
-//! Rows of heads as operands of blocks. Everything is made of two steps: neighbouring rows are paired element by element, and matrices
-//! of 32-bit words (a number, or a pair) are transposed.
+//! Rows of heads as operands of blocks. Everything is made of two steps: neighbouring rows are
+//! paired element by element, and matrices of 32-bit words (a number, or a pair) are transposed.
 
 use std::arch::x86_64::*;
 
@@ -13,7 +13,8 @@ pub fn if_pairs<K: Engine>(n: usize) -> usize {
     if K::GROUP == 2 { n } else { 0 }
 }
 
-/// `n` rows of a part of a tensor from row `first` on, `to [n, width]`, with zeros beyond the last row of `s` and beyond the part's columns.
+/// `n` rows of a part of a tensor from row `first` on, `to [n, width]`, with zeros beyond the last
+/// row of `s` and beyond the part's columns.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -57,8 +58,8 @@ unsafe fn transpose_words(
     }
 }
 
-/// Of plain rows `[n, width]`: right operands whose columns are 32 rows each and whose inner dimension is the width,
-/// `to [n / 32][width / GROUP][32][GROUP]`.
+/// Of plain rows `[n, width]`: right operands whose columns are 32 rows each and whose inner
+/// dimension is the width, `to [n / 32][width / GROUP][32][GROUP]`.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -81,8 +82,9 @@ pub unsafe fn turned<K: Engine>(
     }
 }
 
-/// Of plain rows `[n, width]`: the right operand whose inner dimension are the rows, `[n / GROUP][width][GROUP]`; where GROUP is 1 these are
-/// the rows themselves, else they are made in `to`.
+/// Of plain rows `[n, width]`: the right operand whose inner dimension are the rows, `[n /
+/// GROUP][width][GROUP]`; where GROUP is 1 these are the rows themselves, else they are made in
+/// `to`.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -113,7 +115,8 @@ pub unsafe fn paired<'a, K: Engine>(
     to
 }
 
-/// Of what [`paired`] made of rows `[n, width]`: what [`Left::flipped`] wants, `to [n / 32][width][32]`; nothing where GROUP is 1.
+/// Of what [`paired`] made of rows `[n, width]`: what [`Left::flipped`] wants, `to [n /
+/// 32][width][32]`; nothing where GROUP is 1.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.

@@ -76,7 +76,8 @@ macro_rules! of_pairs {
     };
 }
 
-/// Two rows rounded, one behind the other. In assembly, so that it may stand in code which other engines share.
+/// Two rows rounded, one behind the other. In assembly, so that it may stand in code which other
+/// engines share.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn narrow([low, high]: [__m512; 2]) -> __m512i {

@@ -1,7 +1,9 @@
-//! Rows asked for before they are read or written, and copied before they are multiplied, a few at a time beside the products of what came before.
+//! Rows asked for before they are read or written, and copied before they are multiplied, a few at
+//! a time beside the products of what came before.
 //!
-//! Positions of a head lie many kilobytes apart: no hardware foresees them, and copies that wait for them took a quarter of attention's time. They lie, too, where few
-//! sets of a cache hold them, which is why those that are copied are asked for no earlier than one call before.
+//! Positions of a head lie many kilobytes apart: no hardware foresees them, and copies that wait
+//! for them took a quarter of attention's time. They lie, too, where few sets of a cache hold them,
+//! which is why those that are copied are asked for no earlier than one call before.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -46,7 +48,8 @@ enum Then<K: Engine> {
     Written,
     /// It is copied to `to [rows, width]`.
     Copied { to: *mut K::Operand, width: usize },
-    /// As `Copied`; its inner product with the row at `with`, of rows that lie as these do, goes to `product [rows]`.
+    /// As `Copied`; its inner product with the row at `with`, of rows that lie as these do, goes to
+    /// `product [rows]`.
     Multiplied { to: *mut K::Operand, width: usize, with: *const K::Elem, product: *mut f32 },
 }
 
@@ -72,12 +75,14 @@ impl<K: Engine> Prefetcher<K> {
         self.add(rows.elements.as_ptr(), rows, positions, Then::Nothing);
     }
 
-    /// Adds rows that will be written to the tensor at `to`, which lie there as `rows` do in theirs.
+    /// Adds rows that will be written to the tensor at `to`, which lie there as `rows` do in
+    /// theirs.
     pub fn write(&mut self, to: *const K::Elem, rows: Rows<K::Elem>, positions: Range<usize>) {
         self.add(to, rows, positions, Then::Written);
     }
 
-    /// Adds the first `s` rows of a part of a tensor, to be copied to `to [n, width]`, whose other rows and columns become zeros.
+    /// Adds the first `s` rows of a part of a tensor, to be copied to `to [n, width]`, whose other
+    /// rows and columns become zeros.
     ///
     /// # Safety
     /// Until they are copied, or forgotten, nobody else uses `to`, and the tensor stays as it is.
@@ -92,7 +97,8 @@ impl<K: Engine> Prefetcher<K> {
         self.add(rows.elements.as_ptr(), rows, 0..s, Then::Copied { to, width });
     }
 
-    /// As [`Prefetcher::copy`], and the inner products of its rows with those of `with` to `products [n]`; the others become zeros.
+    /// As [`Prefetcher::copy`], and the inner products of its rows with those of `with` to
+    /// `products [n]`; the others become zeros.
     ///
     /// # Safety
     /// As [`Prefetcher::copy`], of `products` and the other tensor, too.
@@ -123,7 +129,8 @@ impl<K: Engine> Prefetcher<K> {
         }
     }
 
-    /// Deals the rows evenly over `calls` calls of [`Prefetcher::ask`]. The last of them copies none that it asks for.
+    /// Deals the rows evenly over `calls` calls of [`Prefetcher::ask`]. The last of them copies
+    /// none that it asks for.
     pub fn spread(&mut self, calls: usize) {
         let rows: usize = self.pieces.iter().map(|piece| piece.rows).sum();
         self.share = rows.div_ceil(calls.saturating_sub(1).max(1)).max(1);
@@ -238,7 +245,8 @@ mod tests {
     use crate::tensor::element::Elem;
     use crate::tensor::simd::Isa;
 
-    /// Rows of 40 elements, some way apart, of which 5 are copied to places for 8, whatever is left to `finish`.
+    /// Rows of 40 elements, some way apart, of which 5 are copied to places for 8, whatever is left
+    /// to `finish`.
     fn check<K: Engine>(number: impl Fn(usize) -> K::Elem)
     where
         K::Operand: Elem<Acc = f32>,
@@ -253,7 +261,8 @@ mod tests {
                 let places = || vec![K::Operand::store(7.0); n * width];
                 let (mut copied, mut multiplied, mut products) = (places(), places(), vec![7.0; n]);
                 let mut ahead = Prefetcher::<K>::new();
-                // SAFETY: the caller has looked at the machine; the vectors outlive what is done with them.
+                // SAFETY: the caller has looked at the machine; the vectors outlive what is done
+                // with them.
                 unsafe {
                     ahead.copy(b, s, &mut copied, width);
                     ahead.read(a, 0..s);

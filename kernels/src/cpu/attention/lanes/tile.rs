@@ -71,8 +71,8 @@ impl<'a> Tile<'a> {
         )
     }
 
-    /// What the scores `[keys, 32]` of the keys from `key` on are still to be multiplied with: where there is a slope, they are, and its
-    /// term is added.
+    /// What the scores `[keys, 32]` of the keys from `key` on are still to be multiplied with:
+    /// where there is a slope, they are, and its term is added.
     #[target_feature(enable = "avx512f")]
     pub fn tilt(&self, key: usize, scores: &mut [f32]) -> f32 {
         let Some(slope) = self.slope else { return self.scale };
@@ -94,12 +94,14 @@ impl<'a> Tile<'a> {
 
     /// Which queries keep each of the four keys from `key` (a multiple of 4) on, under the mask.
     #[inline(never)]
-    // Within its caller closures like these were called one by one (`map` does not have their instructions), at four times the cost.
+    // Within its caller closures like these were called one by one (`map` does not have their
+    // instructions), at four times the cost.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub fn kept(&self, half: usize, key: usize) -> [__mmask16; 4] {
         let Some(mask) = &self.mask else { return [u16::MAX; 4] };
         let [mut k0, mut k1, b, d] = mask.derived;
-        // Words are in the low halves of 64-bit lanes, where the multiplication wants them; the high halves are garbage.
+        // Words are in the low halves of 64-bit lanes, where the multiplication wants them; the
+        // high halves are garbage.
         let wide = |word: u32| _mm512_set1_epi64(i64::from(word));
         let [m0, m1] = MULTIPLIERS.map(wide);
         let queries = self.queries[half];

@@ -1,4 +1,5 @@
-//! What backward's tiles weigh rows by: probabilities, made again of the log-sum-exp, and gradients of scores.
+//! What backward's tiles weigh rows by: probabilities, made again of the log-sum-exp, and gradients
+//! of scores.
 
 use std::arch::x86_64::*;
 
@@ -72,8 +73,8 @@ pub unsafe fn add_rows<E: Lanes, const N: usize>(
     }
 }
 
-/// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of scores, at `at` (key, query) in
-/// the tile; 0 for keys that a query does not see.
+/// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of
+/// scores, at `at` (key, query) in the tile; 0 for keys that a query does not see.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.

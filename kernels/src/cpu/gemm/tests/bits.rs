@@ -39,7 +39,8 @@ fn any_number_of_threads<E: Elem<Acc = f32>>() {
     }
 }
 
-/// Products of one block and of several, whose tasks pack panels alone or share them, keep sums of tasks or of all, read A or pack it.
+/// Products of one block and of several, whose tasks pack panels alone or share them, keep sums of
+/// tasks or of all, read A or pack it.
 #[test]
 fn rows_given_to_threads_that_wait_have_the_same_bits() {
     given_rows::<bf16>();
@@ -86,7 +87,8 @@ fn an_element_is_the_same_however_rows_and_columns_are_cut() {
 }
 
 fn an_element_is_the_same<E: Elem<Acc = f32>>() {
-    // With 1216, and rows that begin with a cache line, AMX reads A where it lies. Of columns of B, panels are packed ahead for few rows and otherwise not (in 16 bits).
+    // With 1216, and rows that begin with a cache line, AMX reads A where it lies. Of columns of B,
+    // panels are packed ahead for few rows and otherwise not (in 16 bits).
     let of_rows = [(67, 150, 1200, Lie::Rows), (67, 150, 1216, Lie::Rows)];
     let of_columns = [(530, 70, 384, Lie::Columns), (530, 70, 1216, Lie::Columns)];
     for (isa, (m, n, k, lie)) in
@@ -153,7 +155,8 @@ fn few_rows<E: Elem<Acc = f32>>() {
                 false => (Start::Zero, None),
             };
             let dst = Mat(c.as_mut_ptr(), n, 1);
-            // SAFETY: the vectors have what is read and written, and the machine has the instruction set.
+            // SAFETY: the vectors have what is read and written, and the machine has the
+            // instruction set.
             unsafe { gemm_on::<E, E>(isa, (rows, n, k), dst, start, plus, a, b, 1.0, threads) };
             c.iter().map(|c| c.load().to_bits()).collect::<Vec<_>>()
         };

@@ -1,4 +1,5 @@
-//! Chores beside tiles of any number of rows, of whole strips and panels and of the last, narrower ones.
+//! Chores beside tiles of any number of rows, of whole strips and panels and of the last, narrower
+//! ones.
 
 use half::{bf16, f16};
 
@@ -18,8 +19,9 @@ fn zeros<P: Copy>(memory: &mut Buffer, n: usize) -> *mut P {
     room
 }
 
-/// Overlap tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of the tile, is not a multiple of its shares. `lies` say
-/// whether rows of the operand are contiguous.
+/// Overlap tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of
+/// the tile, is not a multiple of its shares. `lies` say whether rows of the operand are
+/// contiguous.
 fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
     let half = (k / 2).next_multiple_of(K::KQ);
     [k, half].into_iter().for_each(|packed| check_beside::<E, K>(packed, k, lies));
@@ -53,7 +55,8 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
                     let got = zeros::<K::Packed>(&mut got, size);
                     let pack = Pack { from: m, width, k, following: m.0, to: got, is_panel };
                     let next = Next::nothing(std::ptr::null());
-                    // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed elements have no padding.
+                    // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed
+                    // elements have no padding.
                     let [got, want] = unsafe {
                         let (from, to) = ((std::ptr::null(), 0), To::Sums(sums, K::NR));
                         let ahead = Ahead { written: next, added: next, read: next };

@@ -1,4 +1,5 @@
-//! Products on every instruction set that this machine has, against sums in f64 of the same operands.
+//! Products on every instruction set that this machine has, against sums in f64 of the same
+//! operands.
 
 mod bits;
 #[cfg(target_arch = "x86_64")]
@@ -72,7 +73,8 @@ fn strides((rows, columns): (usize, usize), lie: Lie) -> (usize, usize) {
 
 const ROOM: usize = 4; // times the elements, and 64 of them: enough for every lie
 
-/// How a product is asked for: how A, B and C lie, what it starts from ("plus": the bias, and a matrix is added), its scale.
+/// How a product is asked for: how A, B and C lie, what it starts from ("plus": the bias, and a
+/// matrix is added), its scale.
 type Case = ([Lie; 3], &'static str, f32);
 
 /// A product's operands and what it should give.
@@ -162,8 +164,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
     }
 }
 
-/// Half a unit of C in the last place of `exact`, and what k roundings of f32 sums of k terms below 1 add up to: partial sums
-/// are about √k, and independent errors grow as √k.
+/// Half a unit of C in the last place of `exact`, and what k roundings of f32 sums of k terms below
+/// 1 add up to: partial sums are about √k, and independent errors grow as √k.
 fn allowed<C: Elem>(k: usize, exact: f64) -> f64 {
     let unit = match C::DTYPE {
         DType::BF16 => 2f64.powi(-8),
@@ -232,7 +234,8 @@ fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
     // SAFETY: a length the system gives.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
     let room = bytes.next_multiple_of(page);
-    // SAFETY: new memory, of which the last page is taken back and the values end where it begins. It is never given back.
+    // SAFETY: new memory, of which the last page is taken back and the values end where it begins.
+    // It is never given back.
     unsafe {
         let (access, kind) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -282,7 +285,8 @@ fn nothing_behind_an_operand_is_read() {
     read::<f16>();
 }
 
-/// In 16 bits and with so many rows panels are packed ahead of B's that are larger than caches only.
+/// In 16 bits and with so many rows panels are packed ahead of B's that are larger than caches
+/// only.
 #[test]
 fn large_panels_packed_ahead_are_exact_but_for_rounding() {
     let shape = (520, 2100, 1000);

@@ -78,7 +78,8 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
             let dst = Mat(dst.as_mut_ptr(), 300, 1);
             let (shape, start, plus) = ((300, 300, 40), Start::Zero, None);
             let call = Call { shape, dst, start, plus, a, b, scale: 1.0, threads: 2 };
-            // SAFETY: a is [300, 40], b [40, 300] and dst [300, 300]; the kernel needs no instruction set.
+            // SAFETY: a is [300, 40], b [40, 300] and dst [300, 300]; the kernel needs no
+            // instruction set.
             unsafe { workers::run::<f32, f32, Panicking>(call) }
         });
     }

@@ -138,7 +138,8 @@ fn tiny_operands_do_not_reach_their_neighbours() {
     }
 }
 
-/// Relative to the sum of the terms' magnitudes: the root of the mean square, and the largest error.
+/// Relative to the sum of the terms' magnitudes: the root of the mean square, and the largest
+/// error.
 fn errors(isa: Isa, (m, n, k): (usize, usize, usize), a: &[f32], b: &[f32]) -> (f64, f64) {
     let (mut squares, mut most) = (0f64, 0f64);
     for (i, &got) in product(isa, (m, n, k), a, b).iter().enumerate() {

@@ -1,7 +1,8 @@
 //! A rank's place in the world from the variables that launchers set.
 //!
-//! `torchrun`'s names (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; and those of Open MPI's `mpirun`, of
-//! MPICH's and Intel MPI's (hydra), and of Slurm's `srun` (`slurm`), where MASTER_ADDR and MASTER_PORT have defaults.
+//! `torchrun`'s names (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+//! MASTER_ADDR, MASTER_PORT; and those of Open MPI's `mpirun`, of MPICH's and Intel MPI's (hydra),
+//! and of Slurm's `srun` (`slurm`), where MASTER_ADDR and MASTER_PORT have defaults.
 
 mod slurm;
 
@@ -59,8 +60,10 @@ enum Launcher {
 }
 
 impl Launcher {
-    /// The one nearest to this process. `mpirun` starts its helpers by `srun` in a Slurm job, one on each node, and ranks inherit what Slurm told those;
-    /// the other way round, `srun` (with MpiDefault=pmi2) tells its own tasks PMI_RANK, too, shells among them, but nothing of MPI's local ranks.
+    /// The one nearest to this process. `mpirun` starts its helpers by `srun` in a Slurm job, one
+    /// on each node, and ranks inherit what Slurm told those; the other way round, `srun` (with
+    /// MpiDefault=pmi2) tells its own tasks PMI_RANK, too, shells among them, but nothing of MPI's
+    /// local ranks.
     fn found(lookup: &impl Lookup) -> Option<Self> {
         let is_set = |name| lookup(name).is_some();
         if is_set("RANK") {
@@ -131,10 +134,12 @@ pub fn ignored_world(lookup: impl Fn(&str) -> Option<String>) -> Option<String> 
 }
 
 impl RankInfo {
-    /// This process's place in the world; `None` if no launcher made it a rank. `lookup` is given a variable's name.
+    /// This process's place in the world; `None` if no launcher made it a rank. `lookup` is given a
+    /// variable's name.
     ///
     /// # Errors
-    /// If variables are missing, no numbers, or contradict each other; the message names each with its value.
+    /// If variables are missing, no numbers, or contradict each other; the message names each with
+    /// its value.
     pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         if let (Some(size), Some(address)) = (world_without_rank(&lookup), lookup("MASTER_ADDR")) {
             // Each of many such processes would begin the whole run, and all save into one folder.
@@ -175,7 +180,8 @@ impl RankInfo {
     }
 }
 
-/// `host` as the resolver takes it: an IPv6 address without the brackets that set it off from a port.
+/// `host` as the resolver takes it: an IPv6 address without the brackets that set it off from a
+/// port.
 fn bare(host: &str) -> String {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host).into()
 }
@@ -198,9 +204,10 @@ fn no_address(info: &RankInfo, launcher: Launcher) -> Error {
 }
 
 impl Rendezvous {
-    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own agent has taken that
-    /// one (TORCHELASTIC_USE_AGENT_STORE). MPI and Slurm set neither: the address is then this machine where all ranks are on it, and else the first node
-    /// of a Slurm step; the port is 29500, and 15000 + the last four digits of the number of a Slurm job.
+    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own
+    /// agent has taken that one (TORCHELASTIC_USE_AGENT_STORE). MPI and Slurm set neither: the
+    /// address is then this machine where all ranks are on it, and else the first node of a Slurm
+    /// step; the port is 29500, and 15000 + the last four digits of the number of a Slurm job.
     ///
     /// # Errors
     /// If a variable is missing that has no default, or is no port.
@@ -236,7 +243,8 @@ impl Rendezvous {
         Ok(Self::Tcp { host, port, is_host: info.rank == 0 })
     }
 
-    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks share, from the root on.
+    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks
+    /// share, from the root on.
     ///
     /// # Errors
     /// If `url` is neither.

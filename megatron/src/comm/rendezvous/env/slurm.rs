@@ -1,13 +1,17 @@
 //! The variables of a Slurm job step (srun(1), "OUTPUT ENVIRONMENT VARIABLES").
 //!
-//! A process may have Slurm's variables without being one of several ranks: the shell of `salloc`, the script of `sbatch`, an interactive step and
-//! whatever is started in them know the allocation's numbers (SLURM_NTASKS=8, SLURM_PROCID=0) but are one process. A rank is who has
+//! A process may have Slurm's variables without being one of several ranks: the shell of `salloc`,
+//! the script of `sbatch`, an interactive step and whatever is started in them know the
+//! allocation's numbers (SLURM_NTASKS=8, SLURM_PROCID=0) but are one process. A rank is who has
 //!
-//! - SLURM_STEP_ID, which `srun` sets for its tasks and `salloc` and `sbatch` do not, of a step that is none of Slurm's own: those have the
-//!   highest numbers (slurm.h: 0xfffffffa for an interactive step, 0xfffffffb for a batch script, …); and
-//! - more than one task in that step. A step of one, such as `srun --pty bash`, is a shell or a program that may start its own ranks, or be the only one.
+//! - SLURM_STEP_ID, which `srun` sets for its tasks and `salloc` and `sbatch` do not, of a step
+//!   that is none of Slurm's own: those have the highest numbers (slurm.h: 0xfffffffa for an
+//!   interactive step, 0xfffffffb for a batch script, …); and
+//! - more than one task in that step. A step of one, such as `srun --pty bash`, is a shell or a
+//!   program that may start its own ranks, or be the only one.
 //!
-//! Names of jobs (`bash`, `interactive`), which PyTorch Lightning looks at, tell less: tasks inherit them from the allocation.
+//! Names of jobs (`bash`, `interactive`), which PyTorch Lightning looks at, tell less: tasks
+//! inherit them from the allocation.
 
 use super::{Lookup, number};
 use crate::{Error, Result};
@@ -24,7 +28,8 @@ pub fn is_task(lookup: &impl Lookup) -> bool {
         && lookup(tasks_variable(lookup)).is_none_or(|tasks| tasks.trim() != "1")
 }
 
-/// The variable with the number of tasks. That of the step is right, too, where `--preserve-env` keeps the allocation's in the other.
+/// The variable with the number of tasks. That of the step is right, too, where `--preserve-env`
+/// keeps the allocation's in the other.
 pub fn tasks_variable(lookup: &impl Lookup) -> &'static str {
     first(lookup, &["SLURM_STEP_NUM_TASKS"]).map_or("SLURM_NTASKS", |(name, _)| name)
 }
@@ -68,7 +73,8 @@ fn parse_tasks(list: &str) -> Option<Vec<(usize, usize)>> {
     list.split(',').map(run).collect()
 }
 
-/// The step's first node, where Slurm puts task 0 (unless told otherwise by `--distribution=arbitrary`), and the variable that names it.
+/// The step's first node, where Slurm puts task 0 (unless told otherwise by
+/// `--distribution=arbitrary`), and the variable that names it.
 ///
 /// # Errors
 /// If there is no such variable, or it holds no list of nodes.
@@ -88,7 +94,8 @@ pub fn first_node(lookup: &impl Lookup) -> Result<String> {
     })
 }
 
-/// The first name of a list such as `node[01-03,7],gpu-a[1-2]b`: of every pair of brackets what comes first in it.
+/// The first name of a list such as `node[01-03,7],gpu-a[1-2]b`: of every pair of brackets what
+/// comes first in it.
 fn first_of(list: &str) -> Option<String> {
     let mut name = String::new();
     let mut rest = list.trim();
@@ -111,7 +118,8 @@ fn first_of(list: &str) -> Option<String> {
     }
 }
 
-/// 15000 + the job's number modulo 10000, so that jobs that share a machine meet apart; as PyTorch Lightning has it.
+/// 15000 + the job's number modulo 10000, so that jobs that share a machine meet apart; as PyTorch
+/// Lightning has it.
 ///
 /// # Errors
 /// If the job's number is none.

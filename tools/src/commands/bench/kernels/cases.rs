@@ -13,7 +13,8 @@ use megatron::tensor_parallel::logits_room;
 
 use super::{KernelBench, Shape, Work};
 
-/// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model follows by proportion.
+/// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model
+/// follows by proportion.
 const FLAT: usize = 1 << 24;
 /// Elements of what stands for all gradients on a GPU, at most.
 const ALL_FLAT: usize = 1 << 28;
@@ -40,7 +41,8 @@ impl KernelBench {
             let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
-            // These are added to the residual stream: by the product but where ranks' sums come between.
+            // These are added to the residual stream: by the product but where ranks' sums come
+            // between.
             let joined = n == h && what != "qkv";
             let alone = if joined { 0.0 } else { calls };
             self.time(&format!("linear, {what}"), shape.clone(), alone, work, || {
@@ -127,7 +129,8 @@ impl KernelBench {
                 attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
             });
         };
-        // On a GPU gradients are turned back by what makes them, if it can; on a CPU by a kernel of its own, which is timed apart.
+        // On a GPU gradients are turned back by what makes them, if it can; on a CPU by a kernel of
+        // its own, which is timed apart.
         let on_gpu = !self.device.is_cpu();
         self.time("attention_backward", shape, calls, work, || {
             let rotation = Rotation { table: &table, positions: None };
@@ -171,7 +174,8 @@ impl KernelBench {
             (self.activation(hidden)?, self.activation(hidden)?, format!("{rows}×{hidden}"));
         let bias = if llama { None } else { Some(self.randn(&[hidden])?) };
         let work = Work::Elements(3 * rows * hidden);
-        // Presets train without dropout, one rank's products add the residual: no call of either is part of a step.
+        // Presets train without dropout, one rank's products add the residual: no call of either is
+        // part of a step.
         self.time("bias_dropout_add", shape.clone(), 0.0, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
         })?;

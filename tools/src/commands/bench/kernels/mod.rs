@@ -1,4 +1,5 @@
-//! `megatron bench kernels`: every kernel of a training step at the shapes of a preset, and its share of the step.
+//! `megatron bench kernels`: every kernel of a training step at the shapes of a preset, and its
+//! share of the step.
 
 mod cases;
 
@@ -28,13 +29,15 @@ const PEAK_MS: u64 = 200;
 /// Rows, columns and depth of the product that a GPU's peak is taken from.
 const PEAK_SIZE: usize = 8192;
 
-/// Elements of fp32 whose copy is the ceiling of kernels bound by memory, on a CPU and on a GPU: more than their caches hold.
+/// Elements of fp32 whose copy is the ceiling of kernels bound by memory, on a CPU and on a GPU:
+/// more than their caches hold.
 const COPY: [usize; 2] = [1 << 24, 1 << 28];
 
 /// Seconds of calls that a GPU is given before it is waited for.
 const BATCH_SECONDS: f64 = 5e-3;
 
-/// Time every kernel of a training step at a preset's shapes, and a token's attention as text is continued
+/// Time every kernel of a training step at a preset's shapes, and a token's attention as text is
+/// continued
 #[derive(Args, Clone, Debug)]
 pub struct KernelsArgs {
     /// Shapes
@@ -49,7 +52,8 @@ pub struct KernelsArgs {
     /// Time spent on each kernel, about
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
-    /// What weights and activations are stored in; logits, main gradients and the optimizer's state stay fp32
+    /// What weights and activations are stored in; logits, main gradients and the optimizer's state
+    /// stay fp32
     #[arg(long, value_enum, default_value_t = Storage::Fp32)]
     pub dtype: Storage,
     /// What to measure on
@@ -225,7 +229,8 @@ impl KernelBench {
         if self.device.is_cpu() {
             return Ok(repeat(self.budget, || Ok(kernel()?))?.median());
         }
-        // A GPU computes after the call has returned: several calls, between two times that it notes itself.
+        // A GPU computes after the call has returned: several calls, between two times that it
+        // notes itself.
         let mut batch = |calls: usize| -> Result<f64> {
             let all = || (0..calls).try_for_each(|_| kernel().map(drop));
             Ok(device::seconds::<kernels::Error>(&self.device, all)? / calls as f64)

@@ -1,6 +1,8 @@
-//! The encodings of byte strings and of levels: numbers packed into bits, runs, differences, dictionaries.
+//! The encodings of byte strings and of levels: numbers packed into bits, runs, differences,
+//! dictionaries.
 //!
-//! Source: parquet-format, `Encodings.md`. Everything is decoded as it is asked for, so that counts that lie cost no memory.
+//! Source: parquet-format, `Encodings.md`. Everything is decoded as it is asked for, so that counts
+//! that lie cost no memory.
 
 use super::Read;
 
@@ -330,7 +332,8 @@ mod tests {
         );
     }
 
-    /// The examples of the format's description: 1 2 3 4 5 and 7 5 3 1 2 3 4 5, here in blocks of 128 in 4 parts.
+    /// The examples of the format's description: 1 2 3 4 5 and 7 5 3 1 2 3 4 5, here in blocks of
+    /// 128 in 4 parts.
     #[test]
     fn differences_add_up() {
         let page = [0x80, 1, 4, 5, 2, 2, 0, 0, 0, 0, 99];

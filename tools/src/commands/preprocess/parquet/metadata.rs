@@ -1,4 +1,5 @@
-//! What a Parquet file says of itself: its columns, and where the data of those that are wanted lie.
+//! What a Parquet file says of itself: its columns, and where the data of those that are wanted
+//! lie.
 //!
 //! Source: parquet-format, `src/main/thrift/parquet.thrift`.
 
@@ -66,7 +67,8 @@ const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "interval
 const NAMED: usize = 8;
 
 impl Metadata {
-    /// Reads the description of a file whose data lie before `data_end`, for the columns called `keys`.
+    /// Reads the description of a file whose data lie before `data_end`, for the columns called
+    /// `keys`.
     pub fn read(bytes: &[u8], keys: &[String], data_end: u64) -> Read<Self> {
         let (mut schema, mut columns) = (Vec::new(), None);
         let mut groups = Vec::new();
@@ -233,7 +235,8 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
     place().ok_or_else(|| format!("a column's {bytes} bytes from {start} on are not in the file"))
 }
 
-/// Codec, compressed bytes, offset of the first page of data, offset of the dictionary, number of values.
+/// Codec, compressed bytes, offset of the first page of data, offset of the dictionary, number of
+/// values.
 fn chunk_data(thrift: &mut Thrift) -> Read<[i64; 5]> {
     let mut found = [0; 5];
     thrift.structure(&mut |id, kind, thrift| {

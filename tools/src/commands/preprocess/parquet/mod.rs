@@ -1,8 +1,10 @@
 //! Columns of text in Parquet files, as Hugging Face datasets are stored.
 //!
-//! Source: Apache parquet-format 2.12 (`README.md`, `parquet.thrift`, `Encodings.md`, `Compression.md`). Read are flat columns of
-//! byte strings, of every encoding that these have. Files are untrusted: a page is the most that is in memory of a column, it is
-//! bounded, and a file that says what is not so is an error. (The `parquet` crate allocates what page headers claim, and its zstd is C.)
+//! Source: Apache parquet-format 2.12 (`README.md`, `parquet.thrift`, `Encodings.md`,
+//! `Compression.md`). Read are flat columns of byte strings, of every encoding that these have.
+//! Files are untrusted: a page is the most that is in memory of a column, it is bounded, and a file
+//! that says what is not so is an error. (The `parquet` crate allocates what page headers claim,
+//! and its zstd is C.)
 
 mod encoding;
 mod metadata;

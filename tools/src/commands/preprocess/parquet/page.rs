@@ -11,8 +11,8 @@ use super::super::input::ZstdFrames;
 use super::Read;
 use super::thrift::{ENDS, Kind, Thrift};
 
-/// Bytes of the largest page that is read, compressed or not; memory is bounded by a few of them. Writers make pages of about
-/// a megabyte, or of one long text.
+/// Bytes of the largest page that is read, compressed or not; memory is bounded by a few of them.
+/// Writers make pages of about a megabyte, or of one long text.
 pub const LARGEST_PAGE: u64 = 256 << 20;
 
 /// The kinds of pages.
