@@ -218,7 +218,8 @@ fn a_run_says_what_a_signal_does_and_where_it_stopped() {
         command.args(flags);
         command
     };
-    let cases: [(&str, &dyn Fn(&Site, &[&str]) -> std::process::Command); 3] = [
+    type Start<'a> = &'a dyn Fn(&Site, &[&str]) -> std::process::Command;
+    let cases: [(&str, Start<'_>); 3] = [
         ("alone", &|site, flags| site.pretrain(&[flags, &alone].concat())),
         ("supervised", &|site, flags| site.pretrain(flags)),
         ("launched", &launched),

@@ -204,7 +204,8 @@ fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
 #[test]
 fn a_hugging_face_folder_with_files_that_cannot_be_read_is_not_called_whole() {
     let link = |path: &Path| std::os::unix::fs::symlink(path.file_name().unwrap(), path).unwrap();
-    let cases: [(&str, &dyn Fn(&Path)); 4] = [
+    type Spoil<'a> = &'a dyn Fn(&Path);
+    let cases: [(&str, Spoil<'_>); 4] = [
         ("config.json", &link),
         ("tokenizer.json", &pipe),
         ("tokenizer_config.json", &|path| fs::create_dir(path).unwrap()),
