@@ -8,7 +8,7 @@
 
 namespace {
 
-/// Positions of a piece; kernels/src/gpu/attention.rs has the same number.
+/// Positions of a piece; kernels/src/cuda/attention/mod.rs has the same number.
 constexpr uint32_t PIECE = 256;
 constexpr uint32_t THREADS = 128;
 /// Query heads that are weighed side by side.

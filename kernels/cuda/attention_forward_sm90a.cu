@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t KEYS = 128;
 
-/// Of a block, by the columns of its heads; kernels/src/gpu/attention.rs has the same numbers.
+/// Of a block, by the columns of its heads; kernels/src/cuda/attention/mod.rs has the same numbers.
 template <int DIM>
 struct Block {
     /// Warpgroups that compute.

@@ -7,7 +7,7 @@
 
 constexpr float LN_2 = 0.6931471805599453f;
 
-/// A call of attention; kernels/src/gpu/attention.rs has the same layout.
+/// A call of attention; kernels/src/cuda/attention/mod.rs has the same layout.
 struct Attention {
     /// `[b][s]`, the first key that a query sees, or null.
     const uint32_t *first_keys;
