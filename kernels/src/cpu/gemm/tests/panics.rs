@@ -83,7 +83,7 @@ fn a_thread_that_panics_leaves_nobody_waiting() {
             unsafe { workers::run::<f32, f32, Panicking>(call) }
         });
     }
-    let name = "gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";
+    let name = "cpu::gemm::tests::panics::a_thread_that_panics_leaves_nobody_waiting";
     let mut test = std::process::Command::new(std::env::current_exe().unwrap());
     test.args([name, "--exact", "--nocapture"])
         .env(CHILD, "1")
