@@ -180,7 +180,7 @@ pub fn fused(
     let (sums, sum) = gpu.output((2, rows), DType::F32, op)?;
     let resident = (BYTES_AT_ONCE / (v * size_of::<f32>()).max(1)).clamp(1, 3);
     let ((first, valid), row_count, width) = (columns.counts(op)?, items(op, rows)?, items(op, v)?);
-    let kernel = format!("cross_entropy_fused{resident}_{suffix}");
+    let kernel = format!("cross_entropy_at_once{resident}_{suffix}");
     gpu.launch(FILE, &kernel, [row_count, 1, 1], row_threads(v, DType::F32), 0, |args| {
         args.ptr(from)
             .ptr(ts)
