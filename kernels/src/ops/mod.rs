@@ -1,6 +1,6 @@
 //! The operations: shapes are checked, a device is chosen, nothing is computed here.
 //!
-//! [`cpu`](crate::cpu) and [`cuda`](crate::cuda) compute.
+//! The modules `cpu` and `cuda` compute.
 
 pub mod activation;
 pub mod attention;

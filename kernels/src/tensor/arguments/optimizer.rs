@@ -50,7 +50,7 @@ pub(crate) struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    /// Whether the parameters are kept as [`halves`].
+    /// Whether the parameters are kept as weights and remainders.
     pub fn in_halves(&self) -> bool {
         self.p.dtype() == DType::I16
     }
