@@ -12,7 +12,7 @@ use candle_core::Tensor;
 
 use self::buffers::Rows;
 pub use self::cached::cached;
-use crate::tensor::arguments::attention::{Geometry, HeadShape, Mask, Scores};
+use crate::tensor::arguments::attention::{Geometry, Mask, Scores};
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::philox::{WordRow, philox4x32, words};
 use crate::tensor::view::copied;

@@ -12,8 +12,9 @@ use super::tile::Tile;
 use super::weights::{KEYS, QUERIES, Weights, harden};
 use super::{BLOCK, LANES, WithEngine, with_engine};
 use crate::cpu::attention::buffers::{Rows, with_two_buffers};
-use crate::cpu::attention::{Call, Geometry, HeadShape};
+use crate::cpu::attention::{Call, Geometry};
 use crate::cpu::gemm::lanes::{Lanes, first, transpose};
+use crate::tensor::arguments::attention::HeadShape;
 use crate::tensor::element::Elem;
 use crate::tensor::parallel::{self, Shared};
 
