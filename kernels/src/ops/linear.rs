@@ -3,6 +3,8 @@
 use candle_core::Tensor;
 
 use super::activation::{gelu, gelu_backward, gelu_backward_recompute};
+#[cfg(feature = "cuda")]
+pub use crate::cuda::product::set_tuning;
 use crate::tensor::element::by_elem;
 use crate::tensor::trace;
 use crate::tensor::view::{
