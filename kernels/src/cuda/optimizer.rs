@@ -84,7 +84,7 @@ pub fn adamw(
         eps,
         step_size,
         ..
-    } = rule(&Segment { len: 0, decays: true, dither: StochasticRounding::default() });
+    } = rule(&Segment { len: 0, decays: true, rounding: StochasticRounding::default() });
     let adam = Adam {
         grad_scale,
         one_minus_beta1,
@@ -94,7 +94,7 @@ pub fn adamw(
         eps,
         step_size,
     };
-    let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.dither)).collect();
+    let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.rounding)).collect();
     // SAFETY: laid out as in C, and as the kernel's; without padding.
     step(of, ["m", "v"], "adamw", verdict, &segments, op, |args| unsafe {
         args.structure(&adam);
@@ -111,7 +111,7 @@ pub fn sgd(
 ) -> Result<()> {
     let sgd = Momentum { grad_scale: h.grad_scale, lr: h.lr as f32, momentum: h.momentum as f32 };
     let segments: Vec<_> =
-        segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32, s.dither)).collect();
+        segments.iter().map(|s| (s.len, s.decay(h.weight_decay) as f32, s.rounding)).collect();
     // SAFETY: as above.
     step(of, ["buf", ""], "sgd", verdict, &segments, op, |args| unsafe {
         args.structure(&sgd);
@@ -150,7 +150,7 @@ fn step(
     rule: impl Fn(&mut Args),
 ) -> Result<()> {
     let gpu = Gpu::of(of.p, op)?;
-    let (kept, size) = if of.in_halves() { (DType::I16, 2) } else { (DType::F32, 4) };
+    let (kept, size) = if of.has_remainders() { (DType::I16, 2) } else { (DType::F32, 4) };
     let (p, g) = (gpu.inplace(of.p, kept, op, "p")?, gpu.input(of.g, DType::F32, op, "g")?);
     let inplace = |t: &Tensor, name| {
         gpu.inplace(t, t.dtype(), op, name).map(|at| (at, t.dtype().size_in_bytes()))
@@ -163,7 +163,7 @@ fn step(
         (first_size == 2, second.is_some_and(|(_, size)| size == 2));
     let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
     let weights = match of.weight {
-        Some(_) if of.in_halves() => "halves",
+        Some(_) if of.has_remainders() => "halves",
         Some(weight) => suffix(weight.dtype(), op)?,
         None => "none",
     };
@@ -178,11 +178,11 @@ fn step(
             count: segments.len() as u32,
             unused: 0,
         };
-        let mut dithers = [Numbers::default(); SEGMENTS];
+        let mut roundings = [Numbers::default(); SEGMENTS];
         let mut n = 0;
-        for (i, &(len, decay, dither)) in segments.iter().enumerate() {
+        for (i, &(len, decay, rounding)) in segments.iter().enumerate() {
             n += len;
-            (table.ends[i], table.decay[i], dithers[i]) = (n as u64, decay, dither.into());
+            (table.ends[i], table.decay[i], roundings[i]) = (n as u64, decay, rounding.into());
         }
         let grid = [blocks(op, n, THREADS as usize * PER_THREAD)?, 1, 1];
         gpu.launch("optimizer", &kernel, grid, THREADS, 0, |args| {
@@ -192,7 +192,7 @@ fn step(
             unsafe { args.structure(&table) };
             if narrow_second {
                 // SAFETY: as above.
-                unsafe { args.structure(&dithers) };
+                unsafe { args.structure(&roundings) };
             }
             args.ptr(p.offset(size * at)).optional(weight.map(|(w, size)| w.offset(size * at)));
             args.ptr(g.offset(4 * at)).ptr(first.offset(first_size * at));

@@ -18,7 +18,7 @@ impl Operands<'_> {
     /// `names` are those of the states in messages, which beside f32 may be bf16 or not.
     fn check(&self, op: &'static str, names: [&'static str; 2], may_be_narrow: bool) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
-        if self.in_halves() {
+        if self.has_remainders() {
             let high = weight.ok_or_else(|| {
                 Error::shape(op, "p of dtype i16 is half of parameters: weight is wanted, too")
             })?;
@@ -92,7 +92,7 @@ impl Segment {
     fn check(segments: &[Self], t: &Tensor, op: &'static str) -> Result<()> {
         let total: usize = segments.iter().map(|s| s.len).sum();
         if total == t.elem_count() {
-            return segments.iter().try_for_each(|s| s.dither.check(op));
+            return segments.iter().try_for_each(|s| s.rounding.check(op));
         }
         Err(Error::shape(
             op,

@@ -60,7 +60,7 @@ fn sgd_steps_and_rounds() {
 }
 
 /// Of a whole parameter, of one cut by columns, and of one of more elements than 32 bits count.
-fn dither(i: usize) -> StochasticRounding {
+fn rounding(i: usize) -> StochasticRounding {
     let whole = StochasticRounding::whole(StochasticRounding::key(5, "weight", i as u64));
     match i % 3 {
         0 => whole,
@@ -148,7 +148,9 @@ fn moments_in_bf16_are_rounded_by_the_words_of_the_cpu() {
 /// Some that vectors do not divide, an empty one, and more of them than one launch takes.
 fn segments() -> Vec<Segment> {
     let lens = [64, 3, 0, 61, 128, 1, 1, 6].into_iter().chain((0..70).map(|i| 1 + i % 9));
-    lens.enumerate().map(|(i, len)| Segment { len, decays: i % 3 > 0, dither: dither(i) }).collect()
+    lens.enumerate()
+        .map(|(i, len)| Segment { len, decays: i % 3 > 0, rounding: rounding(i) })
+        .collect()
 }
 
 #[test]
@@ -270,7 +272,7 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
     for (_, message) in runs(|device| {
         let t = |n: usize| Tensor::zeros(n, DType::F32, device).unwrap();
         let (p, g, m, v) = (t(8), t(8), t(8), t(8));
-        let segments = [Segment { len: 7, decays: true, dither: StochasticRounding::default() }];
+        let segments = [Segment { len: 7, decays: true, rounding: StochasticRounding::default() }];
         [
             adamw(&p, None, &t(7), &m, &v, &ADAM).unwrap_err().to_string(),
             adamw(&p, None, &g, &p, &v, &ADAM).unwrap_err().to_string(),
@@ -293,7 +295,7 @@ fn operands_that_do_not_fit_are_the_errors_of_the_cpu() {
 
 #[test]
 fn the_factor_of_a_verdict_is_that_of_the_rule_and_a_step_it_is_against_changes_nothing() {
-    let segments = [Segment { len: 5000, decays: true, dither: StochasticRounding::default() }];
+    let segments = [Segment { len: 5000, decays: true, rounding: StochasticRounding::default() }];
     for (run, ()) in runs(|device| {
         let fill =
             |add: f64| Tensor::arange(0f32, 5000.0, device).unwrap().affine(1e-3, add).unwrap();

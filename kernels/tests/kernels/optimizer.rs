@@ -147,7 +147,7 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
         let segments = [n / 3, n - n / 3].map(|len| Segment {
             len,
             decays: len == n / 3,
-            dither: StochasticRounding::default(),
+            rounding: StochasticRounding::default(),
         });
         for step in 1..=3 {
             let (g, rule) = (cast(&gradient(step, n), DType::F32), AdamW { step, ..ADAM });
@@ -240,26 +240,26 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     };
     let flat = |t: [Tensor; 4]| t.map(|t| t.flatten_all().unwrap().copy().unwrap());
     let want = flat(make());
-    run(&want, &[Segment { len: n, decays: true, dither: whole }]);
+    run(&want, &[Segment { len: n, decays: true, rounding: whole }]);
 
     let ranges = flat(make());
     let halves = [0..17_777, 17_777..n].map(|range| Segment {
         len: range.len(),
         decays: true,
-        dither: StochasticRounding { column: range.start as u64, ..whole },
+        rounding: StochasticRounding { column: range.start as u64, ..whole },
     });
     run(&ranges, &halves);
     assert!(values(&ranges[3]) == values(&want[3]));
 
     let part = |t: &Tensor| t.narrow(1, cut, columns - cut).unwrap().contiguous().unwrap();
     let columns_of = flat(make().map(|t| part(&t)));
-    let dither = StochasticRounding {
+    let rounding = StochasticRounding {
         row: cut as u64,
         width: (columns - cut) as u64,
         pitch: columns as u64,
         ..whole
     };
-    run(&columns_of, &[Segment { len: rows * (columns - cut), decays: true, dither }]);
+    run(&columns_of, &[Segment { len: rows * (columns - cut), decays: true, rounding }]);
     for (got, want) in columns_of.iter().zip(&want) {
         assert!(
             values(got)
@@ -278,7 +278,7 @@ fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
         (6_000, true, rows),
         (n - 6_017, false, StochasticRounding::whole(5)),
     ]
-    .map(|(len, decays, dither)| Segment { len, decays, dither });
+    .map(|(len, decays, rounding)| Segment { len, decays, rounding });
     let run = |part: usize| {
         let [p, g, m, v] = ["p", "g", "m", "v"].map(|name| randn(name, &[n]));
         let t = [
@@ -322,7 +322,7 @@ fn states_of_other_dtypes_are_refused() {
     let beyond = Segment {
         len: 4,
         decays: true,
-        dither: StochasticRounding { column: 4, width: 4, ..StochasticRounding::default() },
+        rounding: StochasticRounding { column: 4, width: 4, ..StochasticRounding::default() },
     };
     let error = adamw_segments(&p, None, &g, &m, &zeros(4, DType::F32), &ADAM, None, &[beyond])
         .unwrap_err();
@@ -372,7 +372,7 @@ fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
     let segment = |len| Segment {
         len,
         decays: true,
-        dither: StochasticRounding::whole(StochasticRounding::key(0, "p", 1)),
+        rounding: StochasticRounding::whole(StochasticRounding::key(0, "p", 1)),
     };
     for segments in [vec![segment(24)], vec![segment(10), segment(14)]] {
         let refused =

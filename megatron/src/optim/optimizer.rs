@@ -278,11 +278,11 @@ impl Optimizer {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
         let mut push =
-            |len: usize, decays: bool, dither: StochasticRounding| match segments.last_mut() {
-                Some(last) if (last.decays, last.dither) == (decays, dither) => last.len += len,
-                _ => segments.push(Segment { len, decays, dither }),
+            |len: usize, decays: bool, rounding: StochasticRounding| match segments.last_mut() {
+                Some(last) if (last.decays, last.rounding) == (decays, rounding) => last.len += len,
+                _ => segments.push(Segment { len, decays, rounding }),
             };
-        let is_dithered = self.config.exp_avg_sq_dtype == MomentDtype::Bf16;
+        let is_stochastic = self.config.exp_avg_sq_dtype == MomentDtype::Bf16;
         let mut at = range.start;
         for param in store.buckets()[bucket].params.iter().map(|id| store.param(*id)) {
             let part = self.part(param);
@@ -290,14 +290,14 @@ impl Optimizer {
                 continue;
             }
             let decays = param.spec.weight_decay;
-            if is_dithered {
+            if is_stochastic {
                 let key = StochasticRounding::key(self.seed, &param.spec.name, self.steps + 1);
                 for piece in
                     clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset)
                 {
                     let local = piece.local_range();
                     push(part.start + local.start - at, decays, StochasticRounding::default());
-                    push(local.len(), decays, dither(key, &piece, &param.spec.shape));
+                    push(local.len(), decays, rounding(key, &piece, &param.spec.shape));
                     at = part.start + local.end;
                 }
             }
@@ -423,7 +423,7 @@ impl Optimizer {
 
 /// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it,
 /// row-major. The piece's box is whole in all dimensions but the first and the last.
-fn dither(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
+fn rounding(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
     let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else {
         return StochasticRounding::whole(key);
     };

@@ -8,7 +8,7 @@
 //! AMX). After Henry, Tang and Heinecke 2019, *Leveraging the bfloat16 artificial intelligence
 //! datatype for higher-precision computations*. Of two f16 all four products are summed.
 //!
-//! SplitBf16, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers
+//! Parts, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers
 //! below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits, an error of about 2⁻¹²⁶ at
 //! most for each, and subnormal numbers are 0. Infinities give NaN, and so do numbers from 2¹²⁸ −
 //! 2¹¹⁹ on.
@@ -55,9 +55,9 @@ impl<E: SplitBf16> Kernel<E> for AmxSplit {
         unsafe { pack_pairs(b.t(), columns, k, to.cast(), 0..UNITS, b.at(STEP, 0).0) }
     }
 
-    const DOES_CHORES: bool = true;
+    const INTERLEAVES: bool = true;
 
-    fn packs_beside(Mat(_, row, column): Mat<*const E>) -> bool {
+    fn can_overlap(Mat(_, row, column): Mat<*const E>) -> bool {
         row == 1 || column == 1
     }
 

@@ -97,7 +97,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         E::DTYPE == DType::F32 && column == 1 && !rows_crowd(4 * row)
     }
 
-    const DOES_CHORES: bool = true;
+    const INTERLEAVES: bool = true;
 
     fn leaves_other_rows(_: usize) -> bool {
         true
@@ -145,7 +145,7 @@ impl Unpacked for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
 
-    unsafe fn near(
+    unsafe fn multiply(
         rows: usize,
         k: usize,
         a: Mat<*const f32>,
@@ -159,7 +159,7 @@ impl Unpacked for Avx2 {
     }
 }
 
-/// Asks for what comes next, and does a interleaved.
+/// Asks for what comes next, and does the interleaved work.
 struct Asking<W>(Ahead, W);
 
 impl<W: Work> Work for Asking<W> {

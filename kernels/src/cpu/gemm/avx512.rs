@@ -70,10 +70,10 @@ impl<E: Lanes> Kernel<E> for Avx512 {
     }
 
     const ASKS_FOR_ADDED: bool = true;
-    const DOES_CHORES: bool = true;
+    const INTERLEAVES: bool = true;
     const ROUNDS: bool = true;
 
-    fn packs_beside(Mat(_, row, column): Mat<*const E>) -> bool {
+    fn can_overlap(Mat(_, row, column): Mat<*const E>) -> bool {
         row == 1 && column != 1
     }
 

@@ -79,10 +79,10 @@ impl Kernel<bf16> for Avx512Bf16 {
     }
 
     const ASKS_FOR_ADDED: bool = true;
-    const DOES_CHORES: bool = true;
+    const INTERLEAVES: bool = true;
     const ROUNDS: bool = true;
 
-    fn packs_beside(Mat(_, row, column): Mat<*const bf16>) -> bool {
+    fn can_overlap(Mat(_, row, column): Mat<*const bf16>) -> bool {
         row == 1 && column != 1
     }
 

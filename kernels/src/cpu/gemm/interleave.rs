@@ -11,7 +11,7 @@ use super::lanes::first;
 use crate::tensor::allocator::LINE;
 use crate::tensor::simd::prefetch;
 
-/// How many shares of a interleaved before its use memory is asked for.
+/// How many shares of interleaved packing before its use memory is prefetched.
 const SHARES_AHEAD: usize = 2;
 
 /// What a tile does between its shares.

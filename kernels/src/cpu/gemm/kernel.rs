@@ -1,5 +1,5 @@
 //! What an instruction set brings: a micro-kernel, and the panels it reads.
-// only micro-kernels of x86-64 ask for memory, or do interleaved
+// only micro-kernels of x86-64 prefetch, or do interleaved work
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 use super::Mat;
@@ -22,10 +22,10 @@ pub struct InPlace {
 }
 
 impl InPlace {
-    /// Overlap a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048
+    /// Beside a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048
     /// rows lose 0.5 to 1% on Zen 4.)
     pub const AHEAD: Self = Self { packs_ahead: true, sums: 128 << 10 };
-    /// Overlap one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is
+    /// Beside one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is
     /// read once for each few: that, and packing between tiles, costs forward products there 3 to
     /// 5%. Fewer sums are of fewer rows than a thread has, for each of which all panels are packed
     /// again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
@@ -138,7 +138,7 @@ pub struct Ahead {
     pub read: Next,
 }
 
-/// What [`Kernel::tile`] does while it computes, where [`Kernel::DOES_CHORES`].
+/// What [`Kernel::tile`] does while it computes, where [`Kernel::INTERLEAVES`].
 #[derive(Clone, Copy, Debug)]
 pub enum Interleaved<E, P> {
     Pack(Pack<E, P>),
@@ -147,7 +147,7 @@ pub enum Interleaved<E, P> {
     Fetch(Next, usize),
 }
 
-/// Packing of a part of a strip or a panel that lies as [`Kernel::packs_beside`] says; for packed
+/// Packing of a part of a strip or a panel that lies as [`Kernel::can_overlap`] says; for packed
 /// strips.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<E, P> {
@@ -271,11 +271,11 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// once, some thirty lines hold the products up.
     const ASKS_FOR_ADDED: bool = false;
 
-    /// Whether [`Kernel::tile`] does interleaved.
-    const DOES_CHORES: bool = false;
+    /// Whether [`Kernel::tile`] does interleaved work.
+    const INTERLEAVES: bool = false;
 
-    /// Whether, where it does interleaved, it packs these rows of A, or columns of B as rows.
-    fn packs_beside(_: Mat<*const E>) -> bool {
+    /// Whether, where it does such work, it packs these rows of A, or columns of B as rows.
+    fn can_overlap(_: Mat<*const E>) -> bool {
         false
     }
 
@@ -330,7 +330,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         unreachable!("the kernel did not say that it reads columns")
     }
 
-    /// `sums [rows, columns] += rows · columns` for up to [`THIN`](super::skinny::ROWS) rows and NR
+    /// `sums [rows, columns] += rows · columns` for up to [`ROWS`](super::skinny::ROWS) rows and NR
     /// columns of `k` elements each, both where they lie, with terms in the order of
     /// [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and
     /// columns `b.1` elements apart. Rows of `sums` are NR apart.

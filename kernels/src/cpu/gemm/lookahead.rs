@@ -32,7 +32,7 @@ pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(
     rows: usize,
 ) -> bool {
     let pays_in_16_bits = || elements * size_of::<E>() >= FAR || (K::MR..=FEW_ROWS).contains(&rows);
-    K::DOES_CHORES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || pays_in_16_bits())
+    K::INTERLEAVES && b.2 != 1 && (size_of::<E>() == size_of::<f32>() || pays_in_16_bits())
 }
 
 /// A step of a task: some panels of one block of the inner dimension.

@@ -19,7 +19,7 @@ pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(
     b: Mat<*const E>,
     k: usize,
 ) -> bool {
-    K::DOES_CHORES && K::packs_beside(a) && K::packs_beside(b.t()) && k.is_multiple_of(K::KQ)
+    K::INTERLEAVES && K::can_overlap(a) && K::can_overlap(b.t()) && k.is_multiple_of(K::KQ)
 }
 
 /// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed
@@ -105,7 +105,7 @@ impl<E, P> Overlap<E, P> for NoOverlap {
     }
 }
 
-/// OverlapBoth operands of a block of a task, packed while they are used.
+/// Both operands of a block of a task, packed while they are used.
 pub struct OverlapBoth<E, P> {
     strips: Side<E, P>,
     panels: Side<E, P>,

@@ -26,10 +26,10 @@ const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
 /// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for
 /// operands.
-const SUMS_BESIDE: usize = 320 << 10;
+const SUMS_OVERLAPPED: usize = 320 << 10;
 /// What it costs to pack an element beside products, of the operand that is packed little by
 /// little; of the other one as much as alone.
-const BESIDE_COST: f64 = 0.25;
+const OVERLAP_COST: f64 = 0.25;
 /// What it costs to read an element of A where it lies, out of the thread's caches, while it is
 /// multiplied: little, since it is fetched ahead.
 const READ_COST: f64 = 0.25;
@@ -72,9 +72,9 @@ pub enum Packing {
     Panels,
     /// B, and the kernel asks for memory that is packed soon.
     Ahead,
-    /// OverlapBoth operands.
+    /// Both operands.
     OverlapBoth,
-    /// OverlapBoth, and the kernel can do so beside its products.
+    /// Both, and the kernel can do so beside its products.
     Overlap,
 }
 
@@ -205,7 +205,7 @@ impl Plan {
     ) -> Option<Self> {
         let (strips, panels) = (m.div_ceil(mr), n.div_ceil(nr));
         let sums = match packing {
-            Packing::Overlap => SUMS_BESIDE,
+            Packing::Overlap => SUMS_OVERLAPPED,
             Packing::Panels => blocking.in_place.sums,
             _ => SUMS_ALONE,
         };
@@ -221,8 +221,10 @@ impl Plan {
                 let (panels, strips) = ((n * down) as f64, strip * (m * across) as f64);
                 // What stays packed, and what it costs to pack.
                 let (kept, cost) = match (packing, overlap::order(rows, columns)) {
-                    (Packing::Overlap, Order::ByStrips) => (columns, panels + BESIDE_COST * strips),
-                    (Packing::Overlap, Order::ByPanels) => (rows, BESIDE_COST * panels + strips),
+                    (Packing::Overlap, Order::ByStrips) => {
+                        (columns, panels + OVERLAP_COST * strips)
+                    }
+                    (Packing::Overlap, Order::ByPanels) => (rows, OVERLAP_COST * panels + strips),
                     (Packing::Panels, _) => {
                         let readers = threads.div_ceil(down).min(across);
                         (columns, panels + strips + READER_COST * (m * readers) as f64)
@@ -232,7 +234,7 @@ impl Plan {
                 // More tasks down cost more, but for an operand that is no longer the one that is
                 // kept, or threads that no longer share rows.
                 let least = if packing == Packing::Overlap {
-                    BESIDE_COST * panels
+                    OVERLAP_COST * panels
                 } else {
                     panels + strips
                 };
@@ -269,7 +271,7 @@ impl Plan {
             for down in least_down..=strips.min(least_down * MANY_TASKS * threads) {
                 let (rows, columns) = (strips.div_ceil(down) * mr, panels.div_ceil(across) * nr);
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
-                let cost = BESIDE_COST * (n * down) as f64 + READ_COST * (m * across) as f64;
+                let cost = OVERLAP_COST * (n * down) as f64 + READ_COST * (m * across) as f64;
                 if is_even(down * across, threads) && cost < least {
                     (least, tasks) = (cost, (rows, columns));
                 }
@@ -425,7 +427,7 @@ mod tests {
                     assert!(columns.is_multiple_of(32));
                     let (kept, sums) = match plan.way {
                         Strategy::Overlap => {
-                            (rows.min(columns) <= 512, rows * columns <= SUMS_BESIDE)
+                            (rows.min(columns) <= 512, rows * columns <= SUMS_OVERLAPPED)
                         }
                         Strategy::Ahead { group } => (
                             group * 32 * plan.blocks.len * 4 <= STEP_BYTES,

@@ -91,7 +91,7 @@ impl Unpacked for Portable {
     const MR: usize = MR;
     const NR: usize = NR;
 
-    unsafe fn near(
+    unsafe fn multiply(
         rows: usize,
         k: usize,
         a: Mat<*const f32>,

@@ -93,7 +93,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                     Order::ByPanels => strips,
                 };
                 let mut next = rows.end;
-                // Overlap the first strip, or panel, the other operand is packed.
+                // Beside the first strip, or panel, the other operand is packed.
                 let first_of_all = match order {
                     Order::ByStrips => rows.start,
                     Order::ByPanels => columns.start,

@@ -23,7 +23,7 @@ pub trait Unpacked {
     ///
     /// # Safety
     /// The machine has the instruction set; the matrices can be read, and `c` written.
-    unsafe fn near(
+    unsafe fn multiply(
         rows: usize,
         k: usize,
         a: Mat<*const f32>,
@@ -116,7 +116,7 @@ unsafe fn by_tiles<K: Unpacked>(
                 let (dst, b) =
                     (dst.add(row * stride + column), b.wrapping_add(inner.start * b_row + column));
                 if count == K::NR {
-                    K::near(rows, k, a, (b, b_row), (dst, stride), accumulate);
+                    K::multiply(rows, k, a, (b, b_row), (dst, stride), accumulate);
                 } else {
                     narrow::<K>((rows, count, k), a, (b, b_row), (dst, stride), accumulate);
                 }
@@ -125,10 +125,10 @@ unsafe fn by_tiles<K: Unpacked>(
     }
 }
 
-/// As [`Unpacked::near`], of fewer columns, by way of copies of them and of their sums.
+/// As [`Unpacked::multiply`], of fewer columns, by way of copies of them and of their sums.
 ///
 /// # Safety
-/// As [`Unpacked::near`].
+/// As [`Unpacked::multiply`].
 unsafe fn narrow<K: Unpacked>(
     (rows, columns, k): (usize, usize, usize),
     a: Mat<*const f32>,
@@ -150,7 +150,7 @@ unsafe fn narrow<K: Unpacked>(
                 let line = b.add((first + i) * b_row);
                 (0..columns).for_each(|column| copy[i * K::NR + column] = *line.add(column));
             }
-            K::near(
+            K::multiply(
                 rows,
                 inner,
                 a.at(0, first),

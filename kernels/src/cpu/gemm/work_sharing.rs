@@ -2,7 +2,7 @@
 //!
 //! Threads of a machine that does other things, too, are not equally fast, and tasks are few where
 //! each has to pack operands of its own. So who still has rows to compute gives half of them away
-//! once another thread waits. NoOverlap is given, or paid for, while all have tasks.
+//! once another thread waits. Nothing is given, or paid for, while all have tasks.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -42,20 +42,20 @@ pub fn or_end_process(work: impl FnOnce()) {
 
 #[cfg(test)]
 thread_local! {
-    /// SplitBf16 that this thread gave away.
+    /// Parts that this thread gave away.
     pub static GIVEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
     /// Threads that seem to wait from the beginning for parts of products of this thread. What it
     /// gives to them it takes itself in the end.
     pub static SEEMING: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// SplitBf16 given away.
+/// Parts given away.
 pub struct WorkSharing<P> {
     /// Threads that wait, but for those to whom a part was given.
     waiting: AtomicUsize,
-    /// SplitBf16 that nobody has taken.
+    /// Parts that nobody has taken.
     ready: AtomicUsize,
-    /// SplitBf16 given that are not computed.
+    /// Parts given that are not computed.
     unfinished: AtomicUsize,
     parts: Mutex<Vec<P>>,
 }

@@ -42,7 +42,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     };
     let plan = Plan::new(shape, (K::MR, K::NR), size_of::<K::Packed>(), blocking, packing, threads);
     with_shared_buffers(|SharedBuffers { panels, sums, bias }| {
-        let crew = Workers::<E, C, K> {
+        let workers = Workers::<E, C, K> {
             rows: m,
             a,
             b,
@@ -64,9 +64,9 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
             sharing: WorkSharing::new(),
         };
         if threads == 1 {
-            crew.work(0);
+            workers.work(0);
         } else {
-            parallel::on_threads(threads, |thread| or_end_process(|| crew.work(thread)));
+            parallel::on_threads(threads, |thread| or_end_process(|| workers.work(thread)));
         }
     });
 }

@@ -103,7 +103,7 @@ pub(super) fn round_by(value: f32, word: u32) -> bf16 {
 /// What states are kept as.
 pub(super) trait State<T>: Sized {
     /// Whether rounding depends on the element.
-    const DITHERED: bool;
+    const STOCHASTIC: bool;
 
     /// The places of `states`, rounded to the nearest.
     fn nearest(states: &mut [Self]) -> impl Iterator<Item = impl Place<T>>;
@@ -113,7 +113,7 @@ pub(super) trait State<T>: Sized {
 }
 
 impl<T: Float> State<T> for T {
-    const DITHERED: bool = false;
+    const STOCHASTIC: bool = false;
 
     #[inline(always)]
     fn nearest(states: &mut [Self]) -> impl Iterator<Item = impl Place<T>> {
@@ -127,7 +127,7 @@ impl<T: Float> State<T> for T {
 }
 
 impl State<f32> for bf16 {
-    const DITHERED: bool = true;
+    const STOCHASTIC: bool = true;
 
     #[inline(always)]
     fn nearest(states: &mut [Self]) -> impl Iterator<Item = impl Place<f32>> {

@@ -34,15 +34,15 @@ pub(super) fn step_f32(
     rule: &impl Rule<f32>,
 ) -> Result<()> {
     let narrow = |state: Maybe| state.is_some_and(|t| t.dtype() == DType::BF16);
-    let step = match (narrow(Some(of.first)), narrow(of.second), of.in_halves()) {
+    let step = match (narrow(Some(of.first)), narrow(of.second), of.has_remainders()) {
         (false, false, false) => step_whole::<f32, f32, f32, _>,
         (false, true, false) => step_whole::<f32, f32, bf16, _>,
         (true, false, false) => step_whole::<f32, bf16, f32, _>,
         (true, true, false) => step_whole::<f32, bf16, bf16, _>,
-        (false, false, true) => step_halves::<f32, f32, _>,
-        (false, true, true) => step_halves::<f32, bf16, _>,
-        (true, false, true) => step_halves::<bf16, f32, _>,
-        (true, true, true) => step_halves::<bf16, bf16, _>,
+        (false, false, true) => step_remainders::<f32, f32, _>,
+        (false, true, true) => step_remainders::<f32, bf16, _>,
+        (true, false, true) => step_remainders::<bf16, f32, _>,
+        (true, true, true) => step_remainders::<bf16, bf16, _>,
     };
     step(op, of, segment, rule)
 }
@@ -90,7 +90,7 @@ fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<
 }
 
 /// As [`step_whole`], of parameters that are halves.
-fn step_halves<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f32>>(
+fn step_remainders<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f32>>(
     op: &'static str,
     &Operands { p: low, weight: high, g, first, second }: &Operands,
     segment: &Segment,
@@ -130,7 +130,7 @@ fn lend<T: HostElem>(
 #[inline(always)]
 fn step_block<T, A: State<T>, B: State<T>>(
     rule: &impl Rule<T>,
-    mut dither: StochasticRounding,
+    mut rounding: StochasticRounding,
     mut p: impl Parameters<T>,
     g: &[T],
     first: &mut [A],
@@ -139,19 +139,19 @@ fn step_block<T, A: State<T>, B: State<T>>(
     vectorize(
         #[inline(always)]
         || {
-            if !B::DITHERED {
+            if !B::STOCHASTIC {
                 return rule.step(p.places(0..g.len()), g, A::nearest(first), B::nearest(second));
             }
             let mut start = 0;
             while start < g.len() {
-                let (n, words) = dither.words(g.len() - start);
+                let (n, words) = rounding.words(g.len() - start);
                 let row = start..start + n;
                 let (first, second) = (
                     A::nearest(&mut first[row.clone()]),
                     B::random(&mut second[row.clone()], words),
                 );
                 rule.step(p.places(row.clone()), &g[row], first, second);
-                dither = dither.skip(n);
+                rounding = rounding.skip(n);
                 start += n;
             }
         },
@@ -172,7 +172,7 @@ fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
         inputs.zip(parts(weight)).zip(parts(first).zip(parts(second))).collect();
     parallel::blocks(&mut blocks, 1, |start, blocks| {
         for (i, (((p, g), weight), (first, second))) in blocks.iter_mut().enumerate() {
-            step(segment.dither.skip((start + i) * parallel::GRAIN), p, weight, g, first, second);
+            step(segment.rounding.skip((start + i) * parallel::GRAIN), p, weight, g, first, second);
         }
     });
     Ok(())

@@ -84,9 +84,9 @@ mod tests {
     use super::*;
 
     fn free_list(len: usize) -> FreeList {
-        let mut holes = FreeList::new();
-        holes.give(0, len);
-        holes
+        let mut free = FreeList::new();
+        free.give(0, len);
+        free
     }
 
     fn begin(place: Option<Place>) -> Option<usize> {
@@ -94,67 +94,67 @@ mod tests {
     }
 
     /// Blocks of 100, 10, 50, 10, 70, 10, of which the first, third and fifth were given back.
-    fn with_holes() -> FreeList {
-        let mut holes = free_list(1000);
+    fn fragmented() -> FreeList {
+        let mut free = free_list(1000);
         let blocks =
-            [100, 10, 50, 10, 70, 10].map(|len| (holes.take_first(len).unwrap().begin, len));
+            [100, 10, 50, 10, 70, 10].map(|len| (free.take_first(len).unwrap().begin, len));
         for (begin, len) in [blocks[0], blocks[2], blocks[4]] {
-            holes.give(begin, len);
+            free.give(begin, len);
         }
-        holes
+        free
     }
 
     #[test]
     fn from_the_beginning_the_first_hole_that_is_large_enough_is_taken() {
-        let mut holes = with_holes();
-        assert_eq!(begin(holes.take_first(60)), Some(0), "of 100");
-        assert_eq!(begin(holes.take_first(60)), Some(170), "of 70");
-        assert_eq!(begin(holes.take_first(40)), Some(60), "what was left of 100");
-        assert_eq!(begin(holes.take_first(700)), Some(250), "behind all");
-        assert_eq!(holes.take_first(60), None);
+        let mut free = fragmented();
+        assert_eq!(begin(free.take_first(60)), Some(0), "of 100");
+        assert_eq!(begin(free.take_first(60)), Some(170), "of 70");
+        assert_eq!(begin(free.take_first(40)), Some(60), "what was left of 100");
+        assert_eq!(begin(free.take_first(700)), Some(250), "behind all");
+        assert_eq!(free.take_first(60), None);
     }
 
     #[test]
     fn from_the_end_the_last_hole_that_is_large_enough_is_taken_at_its_end() {
-        let mut holes = with_holes();
-        assert_eq!(begin(holes.take_last(60)), Some(180), "of 70");
-        assert_eq!(begin(holes.take_last(60)), Some(40), "of 100");
-        assert_eq!(begin(holes.take_last(10)), Some(170), "what was left of 70");
-        assert_eq!(begin(holes.take_last(60)), Some(250), "behind all");
-        assert_eq!(begin(holes.take_last(690)), Some(310), "all that is behind");
-        assert_eq!(begin(holes.take_last(50)), Some(110));
-        assert_eq!(holes.take_last(60), None);
-        assert_eq!(begin(holes.take_last(40)), Some(0), "the only one");
+        let mut free = fragmented();
+        assert_eq!(begin(free.take_last(60)), Some(180), "of 70");
+        assert_eq!(begin(free.take_last(60)), Some(40), "of 100");
+        assert_eq!(begin(free.take_last(10)), Some(170), "what was left of 70");
+        assert_eq!(begin(free.take_last(60)), Some(250), "behind all");
+        assert_eq!(begin(free.take_last(690)), Some(310), "all that is behind");
+        assert_eq!(begin(free.take_last(50)), Some(110));
+        assert_eq!(free.take_last(60), None);
+        assert_eq!(begin(free.take_last(40)), Some(0), "the only one");
     }
 
     #[test]
     fn holes_beside_each_other_become_one() {
         for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
-            let mut holes = free_list(35);
-            let blocks = [10, 10, 10].map(|len| holes.take_first(len).unwrap().begin);
-            order.into_iter().for_each(|i| holes.give(blocks[i], 10));
-            assert_eq!(begin(holes.take_first(35)), Some(0), "{order:?}");
+            let mut free = free_list(35);
+            let blocks = [10, 10, 10].map(|len| free.take_first(len).unwrap().begin);
+            order.into_iter().for_each(|i| free.give(blocks[i], 10));
+            assert_eq!(begin(free.take_first(35)), Some(0), "{order:?}");
         }
     }
 
     #[test]
     fn a_block_grows_into_the_hole_behind_it() {
-        let mut holes = free_list(30);
-        assert_eq!(begin(holes.take_first(10)), Some(0));
-        assert_eq!(holes.extend(10, 21), None);
-        assert_eq!(holes.extend(10, 15), Some(Place { begin: 10, used: 0 }));
-        assert_eq!(begin(holes.take_first(5)), Some(25));
-        assert_eq!(holes.extend(25, 1), None);
+        let mut free = free_list(30);
+        assert_eq!(begin(free.take_first(10)), Some(0));
+        assert_eq!(free.extend(10, 21), None);
+        assert_eq!(free.extend(10, 15), Some(Place { begin: 10, used: 0 }));
+        assert_eq!(begin(free.take_first(5)), Some(25));
+        assert_eq!(free.extend(25, 1), None);
     }
 
     #[test]
     fn what_was_never_lent_is_known() {
-        let mut holes = free_list(100);
-        assert_eq!(holes.take_first(20), Some(Place { begin: 0, used: 0 }));
-        holes.give(0, 20);
-        assert_eq!(holes.take_first(50), Some(Place { begin: 0, used: 20 }));
-        assert_eq!(holes.take_first(10), Some(Place { begin: 50, used: 0 }));
-        holes.give(50, 10);
-        assert_eq!(holes.extend(50, 30), Some(Place { begin: 50, used: 10 }));
+        let mut free = free_list(100);
+        assert_eq!(free.take_first(20), Some(Place { begin: 0, used: 0 }));
+        free.give(0, 20);
+        assert_eq!(free.take_first(50), Some(Place { begin: 0, used: 20 }));
+        assert_eq!(free.take_first(10), Some(Place { begin: 50, used: 0 }));
+        free.give(50, 10);
+        assert_eq!(free.extend(50, 30), Some(Place { begin: 50, used: 10 }));
     }
 }

@@ -79,7 +79,7 @@ fn free_list() -> MutexGuard<'static, FreeList> {
 /// Memory is taken when a block is written to, on huge pages where the system has them, and kept
 /// for the next block.
 pub fn open() {
-    let mut holes = free_list();
+    let mut free = free_list();
     if LEN.load(Ordering::Relaxed) != 0 || address_space_is_limited() {
         return;
     }
@@ -102,7 +102,7 @@ pub fn open() {
     unsafe {
         libc::madvise(begin, len, libc::MADV_HUGEPAGE);
     }
-    holes.give(0, len);
+    free.give(0, len);
     BEGIN.store(begin.cast(), Ordering::Relaxed);
     LEN.store(len, Ordering::Release);
 }

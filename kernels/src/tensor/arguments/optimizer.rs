@@ -51,7 +51,7 @@ pub(crate) struct Operands<'a> {
 
 impl Operands<'_> {
     /// Whether the parameters are kept as weights and remainders.
-    pub fn in_halves(&self) -> bool {
+    pub fn has_remainders(&self) -> bool {
         self.p.dtype() == DType::I16
     }
 }
@@ -63,7 +63,7 @@ pub struct Segment {
     /// Whether the step's weight decay is theirs.
     pub decays: bool,
     /// How their second moments are rounded, where these are bf16.
-    pub dither: StochasticRounding,
+    pub rounding: StochasticRounding,
 }
 
 impl Segment {
@@ -72,7 +72,7 @@ impl Segment {
         [Self {
             len: t.elem_count(),
             decays: true,
-            dither: StochasticRounding::whole(StochasticRounding::key(0, "", step)),
+            rounding: StochasticRounding::whole(StochasticRounding::key(0, "", step)),
         }]
     }
 
@@ -83,8 +83,8 @@ impl Segment {
             let start = end;
             end += segment.len;
             let (first, last) = (start.max(part.start), end.min(part.end));
-            let dither = segment.dither.skip(first.saturating_sub(start));
-            (first < last).then(|| Self { len: last - first, dither, ..*segment })
+            let rounding = segment.rounding.skip(first.saturating_sub(start));
+            (first < last).then(|| Self { len: last - first, rounding, ..*segment })
         };
         segments.iter().filter_map(clip).collect()
     }

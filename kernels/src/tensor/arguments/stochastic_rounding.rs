@@ -108,12 +108,12 @@ fn mixed(mut x: u32) -> u32 {
 mod tests {
     use super::*;
 
-    fn all_words(mut dither: StochasticRounding, len: usize) -> Vec<u32> {
+    fn all_words(mut rounding: StochasticRounding, len: usize) -> Vec<u32> {
         let mut words = Vec::new();
         while words.len() < len {
-            let (n, some) = dither.words(len - words.len());
+            let (n, some) = rounding.words(len - words.len());
             words.extend(some.take(n));
-            dither = dither.skip(n);
+            rounding = rounding.skip(n);
         }
         words
     }

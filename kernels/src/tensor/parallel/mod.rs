@@ -52,7 +52,7 @@ pub fn for_each(n: usize, f: impl Fn(usize) + Sync) {
     with_queue(n, |queue, thread| queue.take_all(thread, &f));
 }
 
-/// Has threads call `f`, which draws numbers of 0..n until there are none.
+/// Has threads call `f`, which takes numbers of 0..n until there are none.
 pub fn with_queue(n: usize, f: impl Fn(&WorkQueue, usize) + Sync) {
     if n <= 1 || threads() == 1 {
         f(&WorkQueue::new(n, 1), 0);

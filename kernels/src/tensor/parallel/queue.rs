@@ -1,4 +1,4 @@
-//! Numbers dealt to threads.
+//! A work-stealing queue of numbers.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn operations_end_though_threads_linger_without_end() {
+    fn operations_end_though_threads_spin_without_end() {
         const CASES: [(usize, Option<usize>); 9] = {
             let (one, four) = (Some(1), Some(4));
             [
@@ -141,7 +141,7 @@ mod tests {
         for (threads, callers) in CASES {
             let parts: usize = ended.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| {
                 SPIN_FOREVER.store(false, Ordering::Relaxed);
-                panic!("{threads} threads, {callers:?} callers: one that waits lingers");
+                panic!("{threads} threads, {callers:?} callers: one that waits spins");
             });
             assert_eq!(
                 parts,

@@ -1,9 +1,12 @@
 //! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and
 //! contradictions.
 
+mod checkpoint;
 mod ends;
 mod logging;
 mod model;
+mod optimizer;
+mod training;
 mod without_effect;
 
 use std::path::PathBuf;
@@ -11,16 +14,12 @@ use std::time::Duration;
 
 use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
-use megatron::config::{
-    BatchSizeRampup, CheckpointConfig, DataConfig, DecayStyle, DynamicLossScale, LossScaling,
-    OptimizerConfig, OptimizerOffload, ParallelConfig, Precision, Recompute, RecomputeMethod,
-    Retention, RunConfig, SchedulerOf, Sources, Takes, TrainingConfig,
-};
+use megatron::config::{DataConfig, RunConfig, Sources};
 
 use megatron::private::user;
 use models::hf::HfConfig;
 
-use super::flags::{ChosenTokenizer, Flags, Granularity, RecomputeFlags};
+use super::flags::{ChosenTokenizer, Flags};
 use super::layout::resolve_layout;
 use super::{Gathered, SAME_THING, other_names};
 use crate::error::{Error, Result};
@@ -265,267 +264,6 @@ impl Resolver<'_> {
         )))
     }
 
-    fn training(
-        &mut self,
-        required: &Required,
-        parallel: &ParallelConfig,
-    ) -> Result<TrainingConfig> {
-        self.exit_signal()?;
-        let t = &self.flags.training;
-        let mbs = required.micro_batch_size;
-        let global_batch_size = self.derived(
-            "global_batch_size",
-            t.global_batch_size,
-            "micro_batch_size · data_parallel_size",
-            || mbs.saturating_mul(parallel.data_parallel_size),
-        );
-        let mut training = TrainingConfig {
-            micro_batch_size: mbs,
-            global_batch_size,
-            rampup: self.rampup()?,
-            train_iters: 0,
-            train_samples: t.train_samples,
-            exit_interval: t.exit_interval,
-            max_nonfinite_steps: self.max_nonfinite_steps()?,
-            exit_duration_in_mins: t.ends.exit_duration_in_mins,
-            iterations_to_skip: t.iterations_to_skip.clone(),
-            skip_train: t.skip_train,
-            seed: t.seed,
-            recompute: self.recompute(&t.recompute)?,
-            precision: self.precision()?,
-            grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
-            enable_cuda_graph: t.enable_cuda_graph,
-        };
-        training.train_iters = match (t.train_iters, t.train_samples) {
-            (Some(steps), _) => steps,
-            (None, samples) => {
-                let samples = samples.unwrap_or(0);
-                let cited = self.sources.cite("train_samples", samples);
-                self.sources.record("train_iters", format!("{cited} / global_batch_size"));
-                training.steps_left(0, samples)
-            }
-        };
-        Ok(training)
-    }
-
-    /// The steps in a row that end a run as diverged.
-    fn max_nonfinite_steps(&self) -> Result<u64> {
-        let t = &self.flags.training;
-        if !t.check_for_nan_in_loss_and_grad {
-            return Ok(t.max_nonfinite_steps);
-        }
-        if t.max_nonfinite_steps != 1 && self.sources.of("max_nonfinite_steps") != Some("default") {
-            return Err(Error::usage(format!(
-                "{} ends the run at the first step that is not finite, and {} does not; give one of them",
-                self.sources.cite("check_for_nan_in_loss_and_grad", true),
-                self.sources.cite("max_nonfinite_steps", t.max_nonfinite_steps)
-            )));
-        }
-        Ok(1)
-    }
-
-    /// How the global batch grows. Lengths in steps say nothing then of how many samples they are.
-    fn rampup(&self) -> Result<Option<BatchSizeRampup>> {
-        let (given, o) = (&self.flags.training.rampup_batch_size, &self.flags.optimizer);
-        if given.is_empty() {
-            return Ok(None);
-        }
-        let shown = given.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
-        let cited = self.sources.cite("rampup_batch_size", shown);
-        let sizes =
-            given.iter().map(|&n| usize::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
-        let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice())
-        else {
-            return Err(Error::usage(format!(
-                "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
-            )));
-        };
-        let in_steps = [
-            ("train", self.flags.training.train_iters),
-            ("lr_decay", o.lr_decay_iters),
-            // Megatron-LM's default is none.
-            ("lr_warmup", o.lr_warmup_iters.filter(|steps| *steps > 0)),
-            ("lr_wsd_decay", o.lr_wsd_decay_iters),
-        ];
-        let in_steps: Vec<String> = in_steps
-            .into_iter()
-            .filter_map(|(name, steps)| {
-                let flag = format!("--{}-samples", name.replace('_', "-"));
-                Some(format!(
-                    "{flag} instead of {}",
-                    self.sources.cite(&format!("{name}_iters"), steps?)
-                ))
-            })
-            .collect();
-        if !in_steps.is_empty() {
-            return Err(Error::usage(format!(
-                "with {cited} steps have different numbers of samples, so lengths are given in samples: {}",
-                in_steps.join(", ")
-            )));
-        }
-        Ok(Some(BatchSizeRampup { start: *start, increment: *increment, samples: *samples }))
-    }
-
-    fn precision(&mut self) -> Result<Precision> {
-        let p = &self.flags.training.precision;
-        self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
-        // Megatron-LM's and DeepSpeed's for a scale that adapts itself.
-        let loss_scale = p.loss_scale.filter(|scale| *scale != 0.0);
-        let of_dynamic = [
-            ("initial_loss_scale", p.initial_loss_scale.is_some()),
-            ("min_loss_scale", p.min_loss_scale.is_some()),
-            ("loss_scale_window", p.loss_scale_window.is_some()),
-            ("hysteresis", p.hysteresis.is_some()),
-            ("consecutive_hysteresis", p.consecutive_hysteresis),
-        ];
-        let scaling = [&[("loss_scale", loss_scale.is_some())][..], &of_dynamic].concat();
-        if p.bf16 {
-            self.pass_over(&scaling);
-        } else if let Some((key, _)) = scaling.iter().find(|(_, given)| *given && !p.fp16) {
-            return Err(Error::usage(format!(
-                "{key} ({}) is a setting of fp16, and the run is in fp32, which needs no loss scale; leave it out or add fp16 \
-                 = true",
-                self.sources.of(key).unwrap_or("?")
-            )));
-        }
-        if let (true, Some(scale), Some((key, _))) =
-            (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given))
-        {
-            return Err(Error::usage(format!(
-                "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
-                self.sources.of(key).unwrap_or("?"),
-                self.sources.cite("loss_scale", scale)
-            )));
-        }
-        let default = DynamicLossScale::default();
-        let dynamic = DynamicLossScale {
-            initial: p.initial_loss_scale.unwrap_or(default.initial),
-            min: p.min_loss_scale.unwrap_or(default.min),
-            window: p.loss_scale_window.unwrap_or(default.window),
-            hysteresis: p.hysteresis.unwrap_or(default.hysteresis),
-            consecutive_hysteresis: p.consecutive_hysteresis,
-        };
-        Ok(match (p.bf16, p.fp16, loss_scale) {
-            (true, ..) => Precision::Bf16,
-            (_, true, Some(scale)) => Precision::Fp16(LossScaling::Static(scale)),
-            (_, true, None) => Precision::Fp16(LossScaling::Dynamic(dynamic)),
-            _ => Precision::Fp32,
-        })
-    }
-
-    fn recompute(&self, t: &RecomputeFlags) -> Result<Recompute> {
-        let of_full = [
-            ("recompute_method", t.recompute_method.is_some()),
-            ("recompute_num_layers", t.recompute_num_layers.is_some()),
-        ];
-        match t.recompute_granularity {
-            Some(Granularity::Full) => Ok(Recompute::Full {
-                method: t.recompute_method.unwrap_or(RecomputeMethod::Uniform),
-                num_layers: t.recompute_num_layers.unwrap_or(1),
-            }),
-            other => match of_full.iter().find(|(_, given)| *given) {
-                Some((key, _)) => Err(Error::usage(format!(
-                    "{key} ({}) is a setting of full recompute; add recompute_granularity = full",
-                    self.sources.of(key).unwrap_or("?")
-                ))),
-                None if other.is_some() => Ok(Recompute::Selective),
-                None => Ok(Recompute::None),
-            },
-        }
-    }
-
-    fn optimizer(
-        &mut self,
-        required: &Required,
-        training: &TrainingConfig,
-    ) -> Result<OptimizerConfig> {
-        let o = &self.flags.optimizer;
-        let gbs = training.global_batch_size as u64;
-        let decay = self
-            .samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs)
-            .unwrap_or_else(|| {
-                self.sources.record("lr_decay", "default: the whole run");
-                training.samples()
-            });
-        let warmup = |length: Option<u64>| length.filter(|length| *length > 0);
-        let warmup = match (
-            self.samples("lr_warmup", warmup(o.lr_warmup_iters), warmup(o.lr_warmup_samples), gbs),
-            o.lr_warmup_fraction,
-        ) {
-            (Some(samples), _) => samples,
-            (None, Some(fraction)) if (0.0..=1.0).contains(&fraction) => {
-                let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                self.sources.record("lr_warmup", cited);
-                (fraction * decay as f64) as u64
-            }
-            (None, Some(fraction)) => {
-                let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                return Err(Error::usage(format!("{cited} must lie in [0, 1]")));
-            }
-            (None, None) => 0,
-        };
-        let wsd = self.samples("lr_wsd_decay", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples, gbs);
-        if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
-            return Err(Error::usage(format!(
-                "{} needs the length of its annealing; set lr_wsd_decay_iters",
-                self.sources.cite("lr_decay_style", "WSD")
-            )));
-        }
-        let moments = &o.moments;
-        let offload = match (moments.optimizer_cpu_offload, &moments.offload_optimizer_nvme_path) {
-            (false, None) => OptimizerOffload::None,
-            (true, None) => OptimizerOffload::Cpu,
-            (false, Some(folder)) => OptimizerOffload::Nvme(folder.clone()),
-            (true, Some(folder)) => {
-                return Err(Error::usage(format!(
-                    "{} and {} are two places for one state; leave one out",
-                    self.sources.cite("optimizer_cpu_offload", true),
-                    self.sources.cite("offload_optimizer_nvme_path", folder.display())
-                )));
-            }
-        };
-        Ok(OptimizerConfig {
-            kind: o.optimizer,
-            lr: required.lr,
-            min_lr: o.min_lr,
-            decay_style: o.lr_decay_style,
-            decay_samples: decay,
-            warmup_samples: warmup,
-            warmup_init: o.lr_warmup_init,
-            wsd_decay_samples: wsd.unwrap_or(0),
-            wsd_decay_style: o.lr_wsd_decay_style,
-            weight_decay: o.weight_decay,
-            weight_decay_increase: self.weight_decay_increase(training.samples())?,
-            adam_beta1: o.adam_beta1,
-            adam_beta2: o.adam_beta2,
-            adam_eps: o.adam_eps,
-            exp_avg_dtype: o.moments.exp_avg_dtype,
-            exp_avg_sq_dtype: o.moments.exp_avg_sq_dtype,
-            offload,
-            sgd_momentum: o.sgd_momentum,
-            clip_grad: o.clip_grad,
-        })
-    }
-
-    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as
-    /// NAME's.
-    fn samples(
-        &mut self,
-        name: &str,
-        iters: Option<u64>,
-        samples: Option<u64>,
-        gbs: u64,
-    ) -> Option<u64> {
-        let (key, value, length) = match (iters, samples) {
-            (Some(iters), _) => (format!("{name}_iters"), iters, iters.saturating_mul(gbs)),
-            (None, Some(samples)) => (format!("{name}_samples"), samples, samples),
-            (None, None) => return None,
-        };
-        let cited = self.sources.cite(&key, value);
-        self.sources.record(name, cited);
-        Some(length)
-    }
-
     fn data(&self, tokenizer: &ChosenTokenizer) -> DataConfig {
         let d = &self.flags.data;
         DataConfig {
@@ -540,71 +278,6 @@ impl Resolver<'_> {
             reset_attention_mask: d.reset_attention_mask,
             cache_dir: d.cache_dir.clone().unwrap_or_else(default_cache),
             mock: d.mock_data,
-        }
-    }
-
-    fn checkpoint(&mut self) -> Result<CheckpointConfig> {
-        let c = &self.flags.checkpoint;
-        if c.load.is_none() {
-            self.pass_over(&[("no_load_optim", c.no_load_optim)]);
-        }
-        let (takes, key) = match (c.finetune, c.no_load_optim && c.load.is_some()) {
-            (true, _) => (Takes::Weights, "finetune"),
-            (false, true) => (Takes::WithoutOptimizer, "no_load_optim"),
-            (false, false) => (Takes::All, ""),
-        };
-        if takes != Takes::All && c.load.is_none() {
-            let cited = self.sources.cite(key, true);
-            return Err(Error::usage(format!(
-                "{cited} has no effect without load; name a checkpoint's folder with --load"
-            )));
-        }
-        if let (Some(step), None) = (c.ckpt_step, &c.load) {
-            let cited = self.sources.cite("ckpt_step", step);
-            return Err(Error::usage(format!(
-                "{cited} has no effect without load; name the folder of the checkpoints with --load"
-            )));
-        }
-        if c.exit_on_missing_checkpoint && c.load.is_none() {
-            let cited = self.sources.cite("exit_on_missing_checkpoint", true);
-            return Err(Error::usage(format!(
-                "{cited} has no effect without load; name the folder of the checkpoints with --load"
-            )));
-        }
-        if takes != Takes::All && c.max_restarts > 0 {
-            return Err(Error::usage(format!(
-                "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
-                self.sources.cite(key, true),
-                self.sources.cite("max_restarts", c.max_restarts)
-            )));
-        }
-        // Megatron-LM's command lines name --save beside --skip-train, which saves nothing.
-        let saves = !self.flags.training.skip_train;
-        Ok(CheckpointConfig {
-            save: c.save.clone().filter(|_| saves),
-            save_interval: c.save_interval.filter(|_| saves),
-            async_save: c.async_save && saves,
-            retention: if saves { self.retention()? } else { Retention::default() },
-            load: c.load.clone(),
-            ckpt_step: c.ckpt_step,
-            scheduler: self.scheduler()?,
-            exit_on_missing_checkpoint: c.exit_on_missing_checkpoint,
-            takes,
-            init_from_hf: c.init_from_hf.clone(),
-        })
-    }
-
-    fn scheduler(&self) -> Result<SchedulerOf> {
-        let o = &self.flags.optimizer;
-        match (o.override_opt_param_scheduler, o.use_checkpoint_opt_param_scheduler) {
-            (false, false) => Ok(SchedulerOf::RunNoted),
-            (true, false) => Ok(SchedulerOf::Run),
-            (false, true) => Ok(SchedulerOf::Checkpoint),
-            (true, true) => Err(Error::usage(format!(
-                "{} takes this run's schedule, and {} the checkpoint's; give one of them",
-                self.sources.cite("override_opt_param_scheduler", true),
-                self.sources.cite("use_checkpoint_opt_param_scheduler", true)
-            ))),
         }
     }
 

@@ -19,15 +19,15 @@ fn zeros<P: Copy>(memory: &mut Buffer, n: usize) -> *mut P {
     room
 }
 
-/// Overlap tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of
+/// Beside tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of
 /// the tile, is not a multiple of its shares. `lies` say whether rows of the operand are
 /// contiguous.
 fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
     let half = (k / 2).next_multiple_of(K::KQ);
-    [k, half].into_iter().for_each(|packed| check_beside::<E, K>(packed, k, lies));
+    [k, half].into_iter().for_each(|packed| check_interleaved::<E, K>(packed, k, lies));
 }
 
-fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &[bool]) {
+fn check_interleaved<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &[bool]) {
     let size = K::MR.max(K::NR) * tile;
     let [mut want, mut got, mut nothing, mut sums] = [(); 4].map(|()| Buffer::default());
     let (nothing, sums) =
@@ -90,7 +90,7 @@ fn check_beside<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, lies: &
 }
 
 #[test]
-fn chores_pack_as_packing_alone_does() {
+fn interleaved_packing_packs_as_packing_alone_does() {
     use super::super::{amx_split::AmxSplit, avx512::Avx512, avx512bf16::Avx512Bf16};
     let isa = Isa::supported();
     if isa >= Isa::Avx512 {
