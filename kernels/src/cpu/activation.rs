@@ -53,6 +53,8 @@ fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
 
 /// An elementwise activation, in the type that elements are computed in.
 pub trait Activation {
+    /// In the names of the kernels in `cuda/activation.cu`.
+    const NAME: &str;
     fn value<T: Float>(x: T) -> T;
     /// The gradient of `x`, of that of the value.
     fn gradient<T: Float>(dy: T, x: T) -> T;
@@ -67,6 +69,8 @@ pub trait Activation {
 pub struct Gelu;
 
 impl Activation for Gelu {
+    const NAME: &str = "gelu";
+
     #[inline(always)]
     fn value<T: Float>(x: T) -> T {
         x * gelu_sigmoid(x, x * x)
@@ -90,6 +94,8 @@ impl Activation for Gelu {
 pub struct Relu;
 
 impl Activation for Relu {
+    const NAME: &str = "relu";
+
     #[inline(always)]
     fn value<T: Float>(x: T) -> T {
         if x < T::ZERO { T::ZERO } else { x }
@@ -105,6 +111,8 @@ impl Activation for Relu {
 pub struct SquaredRelu;
 
 impl Activation for SquaredRelu {
+    const NAME: &str = "squared_relu";
+
     #[inline(always)]
     fn value<T: Float>(x: T) -> T {
         let x = Relu::value(x);

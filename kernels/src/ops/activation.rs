@@ -6,21 +6,43 @@
 
 use candle_core::Tensor;
 
-use crate::cpu::activation::{Gelu, Relu, SquaredRelu};
+use crate::cpu::activation::{Activation, Gelu, Relu, SquaredRelu};
 use crate::tensor::element::by_elem;
 use crate::tensor::trace;
 use crate::tensor::view::{expect_shape, rows_of, with_last};
 use crate::{Error, Result, cpu, on_gpu};
+
+fn value<A: Activation>(x: &Tensor, op: &'static str) -> Result<Tensor> {
+    let _span = trace::moves(op, &[x, x]);
+    on_gpu!(x, activation::forward(A::NAME, x, op));
+    by_elem!(x, op, E => cpu::activation::forward::<E, A>(x, op))
+}
+
+fn gradient<A: Activation>(dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
+    let _span = trace::moves(op, &[dy, x, x]);
+    expect_shape(op, "dy", dy, x.dims())?;
+    on_gpu!(x, activation::backward(A::NAME, dy, x, op));
+    by_elem!(x, op, E => cpu::activation::backward::<E, A>(dy, x, op))
+}
+
+fn gradient_and_value<A: Activation>(
+    dy: &Tensor,
+    x: &Tensor,
+    op: &'static str,
+) -> Result<[Tensor; 2]> {
+    expect_shape(op, "dy", dy, x.dims())?;
+    let _span = trace::moves(op, &[dy, x, x, x]);
+    on_gpu!(x, activation::backward_recompute(A::NAME, dy, x, op));
+    let (_, width) = rows_of(x, op)?;
+    by_elem!(x, op, E => cpu::activation::backward_recompute::<E, A>(dy, x, width, op))
+}
 
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
 ///
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("gelu", &[x, x]);
-    const OP: &str = "gelu";
-    on_gpu!(x, activation::forward("gelu", x, OP));
-    by_elem!(x, OP, E => cpu::activation::forward::<E, Gelu>(x, OP))
+    value::<Gelu>(x, "gelu")
 }
 
 /// The gradient of `x` of [`gelu`].
@@ -28,26 +50,16 @@ pub fn gelu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`gelu`], or if the shapes or dtypes differ.
 pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("gelu_backward", &[dy, x, x]);
-    const OP: &str = "gelu_backward";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    on_gpu!(x, activation::backward("gelu", dy, x, OP));
-    by_elem!(x, OP, E => cpu::activation::backward::<E, Gelu>(dy, x, OP))
+    gradient::<Gelu>(dy, x, "gelu_backward")
 }
 
-/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose forward
-/// did not keep it.
+/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose
+/// forward did not keep it.
 ///
 /// # Errors
 /// As [`gelu_backward`].
 pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
-    const OP: &str = "gelu_backward_recompute";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    let _span = trace::moves(OP, &[dy, x, x, x]);
-    // A kernel each: neither is bound by arithmetic.
-    on_gpu!(x, activation::backward_recompute("gelu", dy, x, OP));
-    let (_, width) = rows_of(x, OP)?;
-    by_elem!(x, OP, E => cpu::activation::backward_recompute::<E, Gelu>(dy, x, width, OP))
+    gradient_and_value::<Gelu>(dy, x, "gelu_backward_recompute")
 }
 
 /// `y = max(x, 0)`, elementwise. NaN stays NaN.
@@ -55,10 +67,7 @@ pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("relu", &[x, x]);
-    const OP: &str = "relu";
-    on_gpu!(x, activation::forward("relu", x, OP));
-    by_elem!(x, OP, E => cpu::activation::forward::<E, Relu>(x, OP))
+    value::<Relu>(x, "relu")
 }
 
 /// The gradient of `x` of [`relu`].
@@ -66,26 +75,16 @@ pub fn relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`relu`], or if the shapes or dtypes differ.
 pub fn relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("relu_backward", &[dy, x, x]);
-    const OP: &str = "relu_backward";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    on_gpu!(x, activation::backward("relu", dy, x, OP));
-    by_elem!(x, OP, E => cpu::activation::backward::<E, Relu>(dy, x, OP))
+    gradient::<Relu>(dy, x, "relu_backward")
 }
 
-/// The gradient of `x` of [`relu`], and `relu(x)` again, bit for bit: for a backward whose forward
-/// did not keep it.
+/// The gradient of `x` of [`relu`], and `relu(x)` again, bit for bit: for a backward whose
+/// forward did not keep it.
 ///
 /// # Errors
 /// As [`relu_backward`].
 pub fn relu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
-    const OP: &str = "relu_backward_recompute";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    let _span = trace::moves(OP, &[dy, x, x, x]);
-    // A kernel each: neither is bound by arithmetic.
-    on_gpu!(x, activation::backward_recompute("relu", dy, x, OP));
-    let (_, width) = rows_of(x, OP)?;
-    by_elem!(x, OP, E => cpu::activation::backward_recompute::<E, Relu>(dy, x, width, OP))
+    gradient_and_value::<Relu>(dy, x, "relu_backward_recompute")
 }
 
 /// `y = max(x, 0)²`, elementwise. NaN stays NaN.
@@ -93,10 +92,7 @@ pub fn relu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
 /// # Errors
 /// If `x` is not contiguous or no float.
 pub fn squared_relu(x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("squared_relu", &[x, x]);
-    const OP: &str = "squared_relu";
-    on_gpu!(x, activation::forward("squared_relu", x, OP));
-    by_elem!(x, OP, E => cpu::activation::forward::<E, SquaredRelu>(x, OP))
+    value::<SquaredRelu>(x, "squared_relu")
 }
 
 /// The gradient of `x` of [`squared_relu`].
@@ -104,11 +100,7 @@ pub fn squared_relu(x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`squared_relu`], or if the shapes or dtypes differ.
 pub fn squared_relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
-    let _span = trace::moves("squared_relu_backward", &[dy, x, x]);
-    const OP: &str = "squared_relu_backward";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    on_gpu!(x, activation::backward("squared_relu", dy, x, OP));
-    by_elem!(x, OP, E => cpu::activation::backward::<E, SquaredRelu>(dy, x, OP))
+    gradient::<SquaredRelu>(dy, x, "squared_relu_backward")
 }
 
 /// The gradient of `x` of [`squared_relu`], and `squared_relu(x)` again, bit for bit: for a
@@ -117,13 +109,7 @@ pub fn squared_relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`squared_relu_backward`].
 pub fn squared_relu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
-    const OP: &str = "squared_relu_backward_recompute";
-    expect_shape(OP, "dy", dy, x.dims())?;
-    let _span = trace::moves(OP, &[dy, x, x, x]);
-    // A kernel each: neither is bound by arithmetic.
-    on_gpu!(x, activation::backward_recompute("squared_relu", dy, x, OP));
-    let (_, width) = rows_of(x, OP)?;
-    by_elem!(x, OP, E => cpu::activation::backward_recompute::<E, SquaredRelu>(dy, x, width, OP))
+    gradient_and_value::<SquaredRelu>(dy, x, "squared_relu_backward_recompute")
 }
 
 fn gate_width(x: &Tensor, op: &'static str) -> Result<usize> {
