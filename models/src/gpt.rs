@@ -13,8 +13,8 @@ use megatron::config::{ModelConfig, PositionEmbedding, Recompute, RunConfig};
 use megatron::params::{ParamSpec, ParamsBuilder};
 use megatron::pipeline::{Chunk, ChunkCosts};
 use megatron::tensor_parallel::{
-    AttentionSpec, BlockSpec, Embedding, Head, Layer, MlpSpec, NormSpec, TransformerLayer,
-    VocabSpec,
+    AttentionSpec, BlockSpec, Embedding, Head, Input, Layer, MlpSpec, NormSpec, Output,
+    TransformerLayer, VocabSpec,
 };
 use megatron::train::{Ends, LayerKept, ModelBuilder};
 
@@ -230,18 +230,19 @@ impl ModelBuilder for Gpt {
     }
 
     fn chunk(&self, ends: Ends, layers: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk> {
-        let embedding = ends.first.then(|| {
+        let input = ends.first.then(|| {
             let positions = (self.config.position_embedding == PositionEmbedding::LearnedAbsolute)
                 .then_some(self.config.max_position_embeddings);
             let norm = self.config.embed_layernorm.then_some(&self.block.norm);
-            Embedding::declare(
+            let embedding = Embedding::declare(
                 &self.vocab,
                 positions,
                 norm,
                 self.config.hidden_dropout,
                 self.sequence_parallel,
                 params,
-            )
+            );
+            Box::new(embedding) as Box<dyn Input>
         });
         let layers = layers
             .map(|layer| {
@@ -250,8 +251,10 @@ impl ModelBuilder for Gpt {
                 Box::new(TransformerLayer::declare(layer, &block, params)) as Box<dyn Layer>
             })
             .collect();
-        let head = ends.last.then(|| Head::declare(&self.vocab, &self.block.norm, params));
-        Ok(Chunk { embedding, layers, head, recompute: self.recompute })
+        let output = ends.last.then(|| {
+            Box::new(Head::declare(&self.vocab, &self.block.norm, params)) as Box<dyn Output>
+        });
+        Ok(Chunk { input, layers, output, recompute: self.recompute })
     }
 }
 

@@ -36,7 +36,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
     };
     let ctx = inference.stage.ctx(&batch, Phase::Evaluate, None);
     let chunk = &inference.stage.chunks[0];
-    let (Some(embedding), Some(head)) = (&chunk.embedding, &chunk.head) else {
+    let (Some(embedding), Some(head)) = (&chunk.input, &chunk.output) else {
         return Err(Error::config("one process holds both ends of a model"));
     };
     let mut x = embedding.forward(&ctx)?.0;

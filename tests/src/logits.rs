@@ -36,7 +36,7 @@ pub fn logits(trainer: &Trainer, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
     let rank = stage.pp.rank();
     // The layers' forward as training runs it.
     let chunk = &stage.chunks[0];
-    let mut x = match &chunk.embedding {
+    let mut x = match &chunk.input {
         Some(embedding) => embedding.forward(&ctx)?.0,
         None => {
             let buffer = Tensor::zeros((length, 1, stage.hidden), DType::F32, &Device::Cpu)?;
@@ -47,7 +47,7 @@ pub fn logits(trainer: &Trainer, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
     for layer in &chunk.layers {
         x = layer.forward(x, &ctx)?.0;
     }
-    let Some(head) = &chunk.head else {
+    let Some(head) = &chunk.output else {
         stage.pp.send(&x.0, rank + 1, Payload::Activation.tag())?.wait()?;
         return Ok(None);
     };

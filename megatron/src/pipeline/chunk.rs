@@ -1,4 +1,4 @@
-//! One virtual stage: a run of layers, with the embedding and the head at the ends of the model.
+//! One virtual stage: a run of layers, with the input and the output at the ends of the model.
 //!
 //! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward
 //! again in backward, up to the last layer's activations.
@@ -10,16 +10,16 @@ use candle_core::Tensor;
 use crate::config::Recompute;
 use crate::params::ParamId;
 use crate::tensor_parallel::layout::Stream;
-use crate::tensor_parallel::{Ctx, Embedding, Head, Layer, Saved, SavedEmbedding, SavedHead};
+use crate::tensor_parallel::{Ctx, Input, Layer, Output, Saved};
 use crate::{Error, Result};
 
 /// The layers of one virtual stage.
 pub struct Chunk {
     /// On the first virtual stage.
-    pub embedding: Option<Embedding>,
+    pub input: Option<Box<dyn Input>>,
     pub layers: Vec<Box<dyn Layer>>,
     /// On the last virtual stage.
-    pub head: Option<Head>,
+    pub output: Option<Box<dyn Output>>,
     pub recompute: Recompute,
 }
 
@@ -27,7 +27,7 @@ pub struct Chunk {
 pub enum ChunkOutput {
     /// The residual stream, for the next stage.
     Stream(Tensor),
-    /// Σ of the microbatch's unmasked token losses: f64 `[1]`, on the stage's device.
+    /// Σ of the microbatch's losses that count: f64 `[1]`, on the stage's device.
     Loss(Tensor),
 }
 
@@ -40,9 +40,9 @@ enum Segment {
 
 /// What backward needs.
 pub struct SavedChunk {
-    embedding: Option<SavedEmbedding>,
+    input: Option<Saved>,
     segments: Vec<(Range<usize>, Segment)>,
-    head: Option<SavedHead>,
+    output: Option<Saved>,
 }
 
 impl Chunk {
@@ -66,11 +66,11 @@ impl Chunk {
         Ok(all)
     }
 
-    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(Stream, Option<SavedEmbedding>)> {
-        match (&self.embedding, input) {
-            (Some(embedding), None) => embedding.forward(ctx).map(|(x, saved)| (x, Some(saved))),
+    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(Stream, Option<Saved>)> {
+        match (&self.input, input) {
+            (Some(own), None) => own.forward(ctx).map(|(x, saved)| (x, Some(saved))),
             (None, Some(x)) => Ok((Stream(x), None)),
-            _ => Err(Error::config("internal error: a chunk has either an embedding or an input")),
+            _ => Err(Error::config("internal error: a chunk makes its input or is given one")),
         }
     }
 
@@ -80,13 +80,13 @@ impl Chunk {
     /// # Errors
     /// If a kernel or a collective fails.
     pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
-        let (mut x, embedding) = self.first(input, ctx)?;
+        let (mut x, input) = self.first(input, ctx)?;
         let mut segments = Vec::new();
         for (layers, recompute) in self.recompute.segments(self.layers.len()) {
             let segment = if recompute {
-                let input = x.clone();
+                let kept = x.clone();
                 x = self.run(layers.clone(), x, ctx)?.0;
-                Segment::Input(input)
+                Segment::Input(kept)
             } else {
                 let (y, saved) = self.run(layers.clone(), x, ctx)?;
                 x = y;
@@ -94,15 +94,12 @@ impl Chunk {
             };
             segments.push((layers, segment));
         }
-        match &self.head {
-            Some(head) => {
-                let saved = head.forward(x, ctx)?;
-                Ok((
-                    ChunkOutput::Loss(saved.loss_sum().clone()),
-                    SavedChunk { embedding, segments, head: Some(saved) },
-                ))
+        match &self.output {
+            Some(output) => {
+                let (loss, saved) = output.forward(x, ctx)?;
+                Ok((ChunkOutput::Loss(loss), SavedChunk { input, segments, output: Some(saved) }))
             }
-            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { embedding, segments, head: None })),
+            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { input, segments, output: None })),
         }
     }
 
@@ -116,7 +113,7 @@ impl Chunk {
     }
 
     /// Runs the next tokens of each sample through the chunk, on the last virtual stage up to the
-    /// head's input; sample i's first token has position `starts[i]`.
+    /// output's input; sample i's first token has position `starts[i]`.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
@@ -127,12 +124,12 @@ impl Chunk {
         starts: &[usize],
         ctx: &Ctx,
     ) -> Result<Stream> {
-        let mut x = match (&self.embedding, input) {
-            (Some(embedding), None) => embedding.decode(starts, ctx)?,
+        let mut x = match (&self.input, input) {
+            (Some(own), None) => own.decode(starts, ctx)?,
             (None, Some(x)) => Stream(x),
             _ => {
                 return Err(Error::config(
-                    "internal error: a chunk has either an embedding or an input",
+                    "internal error: a chunk makes its input or is given one",
                 ));
             }
         };
@@ -156,16 +153,16 @@ impl Chunk {
         ctx: &Ctx,
         ready: &mut dyn FnMut(&[ParamId]) -> Result<()>,
     ) -> Result<Option<Tensor>> {
-        let mut dx = match (&self.head, saved.head, dy) {
-            (Some(head), Some(saved), None) => {
-                let dx = head.backward(saved)?;
-                ready(&head.params().collect::<Vec<_>>())?;
+        let mut dx = match (&self.output, saved.output, dy) {
+            (Some(output), Some(saved), None) => {
+                let dx = output.backward(saved, ctx)?;
+                ready(&output.params())?;
                 dx
             }
             (None, None, Some(dy)) => Stream(dy),
             _ => {
                 return Err(Error::config(
-                    "internal error: a chunk has either a head or an output gradient",
+                    "internal error: a chunk has an output or is given a gradient",
                 ));
             }
         };
@@ -179,10 +176,10 @@ impl Chunk {
                 ready(&layer.params())?;
             }
         }
-        match (&self.embedding, saved.embedding) {
-            (Some(embedding), Some(saved)) => {
-                embedding.backward(dx, saved, ctx)?;
-                ready(&embedding.params().collect::<Vec<_>>())?;
+        match (&self.input, saved.input) {
+            (Some(input), Some(saved)) => {
+                input.backward(dx, saved, ctx)?;
+                ready(&input.params())?;
                 Ok(None)
             }
             _ => Ok(Some(dx.0)),

@@ -135,7 +135,7 @@ impl Stage {
                 }
                 Action::Forward { microbatch, chunk } => {
                     let batch = &batches[microbatch];
-                    let weighs = trains && self.chunks[chunk].head.is_some();
+                    let weighs = trains && self.chunks[chunk].output.is_some();
                     let weights = if weighs { Some(weigh(batch)?) } else { None };
                     let ctx = self.ctx(batch, phase, weights.as_ref());
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;

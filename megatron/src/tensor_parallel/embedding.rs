@@ -8,6 +8,7 @@ use kernels::tensor::constants::constant;
 use kernels::tensor::device::upload;
 
 use super::context::{Ctx, DropoutSite};
+use super::layer::{Input, Saved};
 use super::layout::{Partial, Stream};
 use super::norm::{Norm, NormSpec};
 use crate::Result;
@@ -63,7 +64,7 @@ pub struct Embedding {
 }
 
 /// What backward needs: the normalization's input and statistics, if there is one.
-pub struct SavedEmbedding(Option<(Stream, NormStats)>);
+type SavedEmbedding = Option<(Stream, NormStats)>;
 
 impl Embedding {
     /// `positions`: rows of the learned position embedding, if the model has one. `norm`: of the
@@ -104,21 +105,6 @@ impl Embedding {
         Ok(constant(ids, shape, ctx.tokens.device())?)
     }
 
-    /// Tokens → residual stream.
-    pub fn forward(&self, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
-        self.embed(&self.positions(ctx)?, ctx)
-    }
-
-    /// As [`forward`](Self::forward), where sample i's first token has position `starts[i]`.
-    /// Without sequence parallelism.
-    pub fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
-        let (seq, batch) = ctx.tokens.dims2()?;
-        let ids: Vec<u32> =
-            (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
-        let positions = upload(ids, (seq, batch), ctx.tokens.device())?;
-        Ok(self.embed(&positions, ctx)?.0)
-    }
-
     fn embed(&self, positions: &Tensor, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
         let first = self.spec.first_row(ctx.tp.rank());
         let local = kernels::ops::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
@@ -138,16 +124,25 @@ impl Embedding {
             Some(dropout) => Stream(bias_dropout_add(&x.0, None, None, Some(&dropout))?),
             None => x,
         };
-        Ok((x, SavedEmbedding(saved)))
+        Ok((x, saved))
+    }
+}
+
+impl Input for Embedding {
+    /// Tokens → residual stream.
+    fn forward(&self, ctx: &Ctx) -> Result<(Stream, Saved)> {
+        let (x, saved) = self.embed(&self.positions(ctx)?, ctx)?;
+        Ok((x, Saved::new(saved)))
     }
 
     /// Accumulates the gradients of the embeddings.
-    pub fn backward(&self, dy: Stream, saved: SavedEmbedding, ctx: &Ctx) -> Result<()> {
+    fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<()> {
+        let saved: SavedEmbedding = saved.take()?;
         let dy = match ctx.stream_dropout(self.dropout, 0, DropoutSite::Embedding)? {
             Some(dropout) => Stream(dropout_backward(&dy.0, &dropout)?),
             None => dy,
         };
-        let dx = match (&self.norm, &saved.0) {
+        let dx = match (&self.norm, &saved) {
             (Some(norm), Some((x, stats))) => norm.backward(&dy, x, stats, ctx)?,
             _ => dy,
         };
@@ -164,8 +159,17 @@ impl Embedding {
         ctx.params.add_embedding_grad(self.word, &whole.0, ctx.tokens, first)
     }
 
-    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
+    fn params(&self) -> Vec<ParamId> {
         let norm = self.norm.as_ref().map(Norm::params).into_iter().flatten();
-        [self.word].into_iter().chain(self.position).chain(norm)
+        [self.word].into_iter().chain(self.position).chain(norm).collect()
+    }
+
+    /// Without sequence parallelism.
+    fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
+        let (seq, batch) = ctx.tokens.dims2()?;
+        let ids: Vec<u32> =
+            (0..seq).flat_map(|i| starts.iter().map(move |start| (start + i) as u32)).collect();
+        let positions = upload(ids, (seq, batch), ctx.tokens.device())?;
+        Ok(self.embed(&positions, ctx)?.0)
     }
 }

@@ -13,6 +13,7 @@ use kernels::tensor::device::{empty, upload};
 use super::context::{Ctx, Phase};
 use super::cross_entropy::{Targets, VocabParallelCrossEntropy};
 use super::embedding::VocabSpec;
+use super::layer::{Output, Saved};
 use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use super::norm::{Norm, NormSpec};
 use crate::params::{ParamId, ParamSpec, ParamsBuilder};
@@ -39,20 +40,6 @@ pub struct Head {
     spec: VocabSpec,
 }
 
-/// What one microbatch leaves.
-pub struct SavedHead {
-    loss_sum: Tensor,
-    /// Gradient of the residual stream, in training.
-    dx: Option<Stream>,
-}
-
-impl SavedHead {
-    /// Σ of the microbatch's unmasked token losses: f64 `[1]`, on the device.
-    pub fn loss_sum(&self) -> &Tensor {
-        &self.loss_sum
-    }
-}
-
 impl Head {
     pub fn declare(spec: &VocabSpec, norm: &NormSpec, params: &mut ParamsBuilder) -> Self {
         let norm = Norm::declare("decoder.final_layernorm", norm, params);
@@ -63,21 +50,6 @@ impl Head {
             params.declare(ParamSpec { name: "output_layer.weight".into(), ..embedding })
         };
         Self { norm, output, loss: VocabParallelCrossEntropy::new(spec), spec: spec.clone() }
-    }
-
-    /// Losses of the residual stream's predictions; in training also all gradients of this layer.
-    pub fn forward(&self, x: Stream, ctx: &Ctx) -> Result<SavedHead> {
-        let (normed, stats) = self.norm.forward(&x, ctx)?;
-        let input = ctx.tp.enter(&normed)?;
-        drop(normed);
-        if !matches!(ctx.phase, Phase::Train { .. }) {
-            return Ok(SavedHead { loss_sum: self.project(&input, None, ctx)?, dx: None });
-        }
-        let dinput = Partial(empty(input.0.shape(), input.0.dtype(), input.0.device())?);
-        let loss_sum = self.project(&input, Some(&dinput), ctx)?;
-        drop(input);
-        let dnormed = ctx.tp.enter_backward(dinput)?;
-        Ok(SavedHead { loss_sum, dx: Some(self.norm.backward(&dnormed, &x, &stats, ctx)?) })
     }
 
     /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of
@@ -125,18 +97,39 @@ impl Head {
         }
         Ok(loss_sum)
     }
+}
+
+impl Output for Head {
+    /// Losses of the residual stream's predictions; in training also all gradients of this layer.
+    fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Tensor, Saved)> {
+        let (normed, stats) = self.norm.forward(&x, ctx)?;
+        let input = ctx.tp.enter(&normed)?;
+        drop(normed);
+        if !matches!(ctx.phase, Phase::Train { .. }) {
+            return Ok((self.project(&input, None, ctx)?, Saved::new(None::<Stream>)));
+        }
+        let dinput = Partial(empty(input.0.shape(), input.0.dtype(), input.0.device())?);
+        let loss_sum = self.project(&input, Some(&dinput), ctx)?;
+        drop(input);
+        let dnormed = ctx.tp.enter_backward(dinput)?;
+        let dx = self.norm.backward(&dnormed, &x, &stats, ctx)?;
+        Ok((loss_sum, Saved::new(Some(dx))))
+    }
 
     /// Gradient of the residual stream; forward has made it.
     ///
     /// # Errors
     /// If forward was not in training.
-    pub fn backward(&self, saved: SavedHead) -> Result<Stream> {
-        saved.dx.ok_or_else(|| Error::config("internal error: backward of an evaluation"))
+    fn backward(&self, saved: Saved, _: &Ctx) -> Result<Stream> {
+        let dx: Option<Stream> = saved.take()?;
+        dx.ok_or_else(|| Error::config("internal error: backward of an evaluation"))
     }
 
-    /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
-    /// every tp rank, without padding.
-    pub fn logits_at(&self, x: &Stream, rows: &[usize], ctx: &Ctx) -> Result<Tensor> {
+    fn params(&self) -> Vec<ParamId> {
+        self.norm.params().chain([self.output]).collect()
+    }
+
+    fn logits_at(&self, x: &Stream, rows: &[usize], ctx: &Ctx) -> Result<Tensor> {
         let (normed, _) = self.norm.forward(x, ctx)?;
         let whole = ctx.tp.enter(&normed)?;
         let (seq, batch, hidden) = whole.0.dims3()?;
@@ -154,10 +147,6 @@ impl Head {
             all.transpose(0, 1)?.reshape((rows.len(), tp * width))?
         };
         Ok(all.narrow(1, 0, self.spec.vocab_size)?.contiguous()?)
-    }
-
-    pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
-        self.norm.params().chain([self.output])
     }
 }
 

@@ -1,4 +1,4 @@
-//! The interface of everything between embedding and head.
+//! What a stage is made of: an input, layers of the residual stream, an output.
 
 use std::any::Any;
 
@@ -39,16 +39,71 @@ pub trait Layer: Send + Sync {
     /// The layer's output and what its backward needs.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
     /// What backward needs, bit for bit as `forward` made it, without the output, which nobody
-    /// needs a second time.
-    fn recompute(&self, x: Stream, ctx: &Ctx) -> Result<Saved>;
+    /// needs a second time. By default the whole forward.
+    fn recompute(&self, x: Stream, ctx: &Ctx) -> Result<Saved> {
+        Ok(self.forward(x, ctx)?.1)
+    }
     /// The gradient of the layer's input.
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream>;
     /// Room for what the layer remembers of `positions` tokens of `batch` samples while generating.
-    fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor>;
+    ///
+    /// # Errors
+    /// By default: a layer that does not say how cannot generate.
+    fn cache(&self, _positions: usize, _batch: usize, _ctx: &Ctx) -> Result<Tensor> {
+        Err(no_generation("layers"))
+    }
     /// The layer's output for the next tokens of each sample: sample i's first one has position
     /// `starts[i]` and sees those before it in the cache. Without sequence parallelism or dropout.
-    fn decode(&self, x: Stream, cache: &Tensor, starts: &[usize], ctx: &Ctx) -> Result<Stream>;
+    ///
+    /// # Errors
+    /// By default, as [`cache`](Self::cache).
+    fn decode(&self, _x: Stream, _cache: &Tensor, _starts: &[usize], _ctx: &Ctx) -> Result<Stream> {
+        Err(no_generation("layers"))
+    }
     /// Every parameter whose gradient is complete once `backward` returned and what it left to
     /// [`Ctx::later`] is computed.
     fn params(&self) -> Vec<ParamId>;
+}
+
+/// What makes the residual stream of a microbatch, on the first virtual stage: the embedding of a
+/// language model, the first projection of features.
+pub trait Input: Send + Sync {
+    /// The stream, and what backward needs.
+    fn forward(&self, ctx: &Ctx) -> Result<(Stream, Saved)>;
+    /// Accumulates the gradients of the input's parameters, given the stream's.
+    fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<()>;
+    /// Every parameter whose gradient is complete once `backward` returned.
+    fn params(&self) -> Vec<ParamId>;
+    /// The stream of the next tokens of each sample, the first of which has position `starts[i]`.
+    ///
+    /// # Errors
+    /// By default: an input that does not say how cannot generate.
+    fn decode(&self, _starts: &[usize], _ctx: &Ctx) -> Result<Stream> {
+        Err(no_generation("input"))
+    }
+}
+
+/// What makes a loss of the residual stream, on the last virtual stage: a vocabulary head, a
+/// classifier, a regression.
+pub trait Output: Send + Sync {
+    /// Σ of the microbatch's losses, each by its weight in `ctx.loss_mask`: f64 `[1]`, on the
+    /// stream's device, the same on every tp rank; and what backward needs. Gradients are of the
+    /// sum of each loss times its weight in `ctx.loss_weights`.
+    fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Tensor, Saved)>;
+    /// The gradient of the stream; the output's own parameters' are accumulated.
+    fn backward(&self, saved: Saved, ctx: &Ctx) -> Result<Stream>;
+    /// Every parameter whose gradient is complete once `backward` returned.
+    fn params(&self) -> Vec<ParamId>;
+    /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
+    /// every tp rank, without padding.
+    ///
+    /// # Errors
+    /// By default: an output that has no logits cannot generate.
+    fn logits_at(&self, _x: &Stream, _rows: &[usize], _ctx: &Ctx) -> Result<Tensor> {
+        Err(no_generation("output"))
+    }
+}
+
+fn no_generation(what: &str) -> Error {
+    Error::config(format!("this model cannot generate text: its {what} do not say how"))
 }

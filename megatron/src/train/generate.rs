@@ -236,7 +236,7 @@ impl<'a> Session<'a> {
                 Some(buffer)
             };
             let x = chunk.decode(input, caches, starts, &ctx)?;
-            match &chunk.head {
+            match &chunk.output {
                 Some(head) => {
                     return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_device(&Device::Cpu)?));
                 }
