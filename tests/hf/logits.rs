@@ -9,7 +9,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use megatron::config::Recompute;
-use megatron::data::{Documents, MicroBatch};
+use megatron::data::{Documents, MicroBatch, NamedTensors};
 use megatron::tensor_parallel::Phase;
 use megatron::train::Inference;
 use megatron::{Error, Result, checkpoint, comm};
@@ -33,6 +33,7 @@ fn logits(folder: &Path, tokens: &Tensor) -> Result<Tensor> {
         samples: vec![0],
         step_and_samples: None,
         documents: Documents::default(),
+        named: NamedTensors::default(),
     };
     let ctx = inference.stage.ctx(&batch, Phase::Evaluate, None);
     let chunk = &inference.stage.chunks[0];

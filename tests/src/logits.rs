@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use megatron::Result;
 use megatron::config::RunConfig;
-use megatron::data::{Documents, MicroBatch};
+use megatron::data::{Documents, MicroBatch, NamedTensors};
 use megatron::pipeline::Payload;
 use megatron::tensor_parallel::Phase;
 use megatron::tensor_parallel::layout::Stream;
@@ -31,6 +31,7 @@ pub fn logits(trainer: &Trainer, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
         samples: vec![0],
         step_and_samples: None,
         documents: Documents::default(),
+        named: NamedTensors::default(),
     };
     let ctx = stage.ctx(&batch, Phase::Evaluate, None);
     let rank = stage.pp.rank();

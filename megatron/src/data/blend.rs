@@ -7,6 +7,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use candle_core::Tensor;
+
 use super::cache::{KeyHasher, open_or_build};
 use super::index_file::{IndexFile, IndexWriter, Shape};
 use super::source::SampleSource;
@@ -81,6 +83,16 @@ impl SampleSource for Blend {
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
         let (source, sample) = self.origin(index)?;
         self.sources[source].sample(sample, out)
+    }
+
+    fn named(&self, index: u64) -> Result<Vec<(String, Tensor)>> {
+        let (source, sample) = self.origin(index)?;
+        self.sources[source].named(sample)
+    }
+
+    fn loss_mask(&self, index: u64, out: &mut [f32]) -> Result<()> {
+        let (source, sample) = self.origin(index)?;
+        self.sources[source].loss_mask(sample, out)
     }
 
     fn path(&self) -> &Path {

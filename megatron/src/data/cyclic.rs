@@ -11,6 +11,8 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use candle_core::Tensor;
+
 use super::mt19937::{TORCH_PERMUTATION_LIMIT, torch_permutation};
 use super::source::SampleSource;
 use crate::{Error, Result};
@@ -54,6 +56,14 @@ impl Cyclic {
     }
 }
 
+impl Cyclic {
+    /// The source's sample that is this one's `index`-th.
+    fn origin(&self, index: u64) -> u64 {
+        let n = self.source.num_samples();
+        self.order(index / n)[(index % n) as usize].into()
+    }
+}
+
 impl SampleSource for Cyclic {
     fn seq_length(&self) -> usize {
         self.source.seq_length()
@@ -64,9 +74,15 @@ impl SampleSource for Cyclic {
     }
 
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
-        let n = self.source.num_samples();
-        let order = self.order(index / n);
-        self.source.sample(order[(index % n) as usize].into(), out)
+        self.source.sample(self.origin(index), out)
+    }
+
+    fn named(&self, index: u64) -> Result<Vec<(String, Tensor)>> {
+        self.source.named(self.origin(index))
+    }
+
+    fn loss_mask(&self, index: u64, out: &mut [f32]) -> Result<()> {
+        self.source.loss_mask(self.origin(index), out)
     }
 
     fn path(&self) -> &Path {

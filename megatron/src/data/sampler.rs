@@ -11,6 +11,7 @@ use candle_core::{Device, Tensor};
 use kernels::tensor::device::upload;
 
 use super::documents::{DocumentEnds, Documents, Tables};
+use super::named::NamedTensors;
 use super::source::SampleSource;
 use crate::{Error, Result};
 
@@ -86,6 +87,8 @@ pub struct MicroBatch {
     pub step_and_samples: Option<Tensor>,
     /// Of whole sequences.
     pub documents: Documents,
+    /// What the source has beside tokens, of whole samples.
+    pub named: NamedTensors,
 }
 
 /// Reads the microbatches of one replica.
@@ -161,10 +164,13 @@ impl Loader {
             (vec![0u32; s * b], vec![0u32; s * b], vec![1f32; s * b]);
         let mut documents = Tables::new(self.document_ends, s, b);
         let masked = self.document_ends.filter(|ends| ends.mask_loss).map(|ends| ends.token);
-        let mut row = vec![0u32; s + 1];
+        let (mut row, mut weights) = (vec![0u32; s + 1], vec![1f32; s]);
+        let mut named = Vec::with_capacity(b);
         for (column, sample) in samples.iter().enumerate() {
             let index = consumed_samples + sample;
             self.source.sample(index, &mut row)?;
+            self.source.loss_mask(index, &mut weights)?;
+            named.push(self.source.named(index)?);
             if let Some(position) = row.iter().position(|&token| token as usize >= self.vocab_size)
             {
                 return Err(self.misfit(row[position], position, index));
@@ -172,6 +178,7 @@ impl Loader {
             for position in 0..s {
                 tokens[position * b + column] = row[position];
                 labels[position * b + column] = row[position + 1];
+                loss_mask[position * b + column] = weights[position];
                 if masked == Some(row[position]) {
                     loss_mask[position * b + column] = 0.0;
                 }
@@ -200,6 +207,7 @@ impl Loader {
             samples,
             step_and_samples: None,
             documents: documents.upload(s, b, &self.device)?,
+            named: NamedTensors::stack(&named, &self.device)?,
         })
     }
 

@@ -9,7 +9,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
+use candle_core::Tensor;
+
 use super::indexed::IndexedDataset;
+
 use crate::{Error, Result};
 
 /// A never-ending sequence of training samples, each a function of its index alone.
@@ -21,8 +24,23 @@ pub trait SampleSource: Send + Sync {
     fn num_samples(&self) -> u64;
 
     /// Writes sample `index` to `out`, of S + 1 tokens. Indices of `num_samples` and above are
-    /// further epochs.
-    fn sample(&self, index: u64, out: &mut [u32]) -> Result<()>;
+    /// further epochs. Samples that are not text leave it as it is, zeros.
+    fn sample(&self, _index: u64, _out: &mut [u32]) -> Result<()> {
+        Ok(())
+    }
+
+    /// Tensors of sample `index` beside its tokens, by name: `[…]` each, on the CPU, of equal names,
+    /// shapes and dtypes for all samples. Every rank of a replica gets them whole.
+    fn named(&self, _index: u64) -> Result<Vec<(String, Tensor)>> {
+        Ok(Vec::new())
+    }
+
+    /// Writes the weight of each of sample `index`'s S losses to `out`, ones by default. A step's
+    /// loss is their weighted sum over the global batch by the sum of the weights.
+    fn loss_mask(&self, _index: u64, out: &mut [f32]) -> Result<()> {
+        out.fill(1.0);
+        Ok(())
+    }
 
     /// What errors about this data name.
     fn path(&self) -> &Path {
@@ -211,6 +229,12 @@ impl<S: SampleSource> Shuffled<S> {
     pub fn new(source: S, seed: u64) -> Self {
         Self { source, seed }
     }
+
+    /// The source's sample that is this one's `index`-th.
+    fn origin(&self, index: u64) -> u64 {
+        let n = self.source.num_samples();
+        permute(index % n, n, self.seed, index / n)
+    }
 }
 
 impl<S: SampleSource> SampleSource for Shuffled<S> {
@@ -223,8 +247,15 @@ impl<S: SampleSource> SampleSource for Shuffled<S> {
     }
 
     fn sample(&self, index: u64, out: &mut [u32]) -> Result<()> {
-        let n = self.source.num_samples();
-        self.source.sample(permute(index % n, n, self.seed, index / n), out)
+        self.source.sample(self.origin(index), out)
+    }
+
+    fn named(&self, index: u64) -> Result<Vec<(String, Tensor)>> {
+        self.source.named(self.origin(index))
+    }
+
+    fn loss_mask(&self, index: u64, out: &mut [f32]) -> Result<()> {
+        self.source.loss_mask(self.origin(index), out)
     }
 
     fn path(&self) -> &Path {

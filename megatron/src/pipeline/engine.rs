@@ -62,6 +62,7 @@ impl Stage {
             samples: &batch.samples,
             step_and_samples: batch.step_and_samples.as_ref(),
             documents: &batch.documents,
+            named: &batch.named,
             phase,
             seed: self.seed,
             loss_weights,

@@ -77,6 +77,12 @@ impl Replay {
         loss_factor: f64,
         gradients: &mut dyn GradientListener,
     ) -> Result<Losses> {
+        if batches.iter().any(|batch| !batch.named.is_empty()) {
+            return Err(Error::config(
+                "enable_cuda_graph records models of text: a microbatch with named tensors would be \
+                 computed from those of the first one; leave it out",
+            ));
+        }
         let shape = one_shape(batches)?;
         if shape.is_none() || shape != self.shape {
             *self = Self { shape, ..Self::new(self.drops) };

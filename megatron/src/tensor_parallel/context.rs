@@ -9,7 +9,7 @@ use kernels::ops::dropout::{Dropout, DropoutKey, Tokens};
 use super::mappings::TensorParallel;
 use crate::Result;
 use crate::context_parallel::ContextParallel;
-use crate::data::Documents;
+use crate::data::{Documents, NamedTensors};
 use crate::params::{ParamId, ParamStore};
 
 /// Training or not.
@@ -37,6 +37,8 @@ pub struct Ctx<'a> {
     /// [`MicroBatch::step_and_samples`](crate::data::MicroBatch::step_and_samples)
     pub step_and_samples: Option<&'a Tensor>,
     pub documents: &'a Documents,
+    /// What the data has beside tokens: see [`Ctx::tensor`].
+    pub named: &'a NamedTensors,
     pub phase: Phase,
     pub seed: u64,
     /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked
@@ -98,6 +100,15 @@ impl Ctx<'_> {
         let length = self.tp.stream_length(part)?;
         let first = self.cp.offset(part) + self.tp.stream_offset(length);
         Ok(first..first + length)
+    }
+
+    /// The microbatch's tensor of this name, `[b, …]`
+    /// ([`SampleSource::named`](crate::data::SampleSource::named)).
+    ///
+    /// # Errors
+    /// If there is none: names those that there are.
+    pub fn tensor(&self, name: &str) -> Result<&Tensor> {
+        self.named.get(name)
     }
 
     pub fn weight(&self, id: ParamId) -> &Tensor {

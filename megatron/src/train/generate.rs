@@ -11,7 +11,7 @@ use kernels::tensor::device::empty;
 use kernels::tensor::host::with_slice;
 use kernels::tensor::philox::philox4x32;
 
-use crate::data::{Documents, MicroBatch};
+use crate::data::{Documents, MicroBatch, NamedTensors};
 use crate::pipeline::{Payload, Stage};
 use crate::tensor_parallel::{Ctx, Phase, TensorParallel};
 use crate::{Error, Result};
@@ -206,6 +206,7 @@ impl<'a> Session<'a> {
             samples: self.samples.clone(),
             step_and_samples: None,
             documents: Documents::default(),
+            named: NamedTensors::default(),
         })
     }
 
