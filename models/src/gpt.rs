@@ -165,6 +165,10 @@ fn alibi_slopes(heads: usize) -> Vec<f64> {
 }
 
 impl ModelBuilder for Gpt {
+    fn num_layers(&self) -> usize {
+        self.config.num_layers
+    }
+
     fn layer_params(&self) -> Vec<u64> {
         vec![self.config.layer_params(); self.config.num_layers]
     }

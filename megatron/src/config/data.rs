@@ -227,3 +227,39 @@ pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     }
     Ok(weights.map(|weight| weight / sum))
 }
+
+/// No data: a program that uses the library brings samples of its own.
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self {
+            data_path: Vec::new(),
+            split: "969,30,1".into(),
+            tokenizer: None,
+            tokenizer_options: TokenizerOptions::default(),
+            dataloader_type: DataloaderType::Sequential,
+            eod_mask_loss: false,
+            reset_position_ids: false,
+            reset_attention_mask: false,
+            cache_dir: PathBuf::new(),
+            mock: false,
+        }
+    }
+}
+
+/// A line a step, and nothing else.
+impl Default for LoggingConfig {
+    fn default() -> Self {
+        Self {
+            log_interval: 1,
+            eval_interval: None,
+            eval_iters: 1,
+            log_params_norm: false,
+            log_num_zeros_in_grad: false,
+            metrics: None,
+            tensorboard: None,
+            prompt: None,
+            prompt_tokens: 1,
+            profile: None,
+        }
+    }
+}

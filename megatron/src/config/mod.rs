@@ -36,8 +36,19 @@ pub(crate) use validate::tests::valid;
 
 use serde::{Deserialize, Serialize};
 
-/// A whole run.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+/// A whole run. Every part has a default, so that a program names what it changes:
+///
+/// ```
+/// use megatron::config::{OptimizerConfig, RunConfig, TrainingConfig};
+///
+/// let config = RunConfig {
+///     training: TrainingConfig { global_batch_size: 8, ..Default::default() },
+///     optimizer: OptimizerConfig { lr: 3e-4, ..Default::default() },
+///     ..Default::default()
+/// };
+/// config.validate().unwrap();
+/// ```
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RunConfig {
     pub model: ModelConfig,
     pub parallel: ParallelConfig,

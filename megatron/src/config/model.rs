@@ -228,3 +228,36 @@ impl ModelConfig {
         self.layer_params() * self.num_layers as u64 + first + last - twice
     }
 }
+
+/// One small layer of GPT-2's kind, for `ModelConfig { hidden_size: 512, ..Default::default() }`:
+/// sizes are to be set, other settings are those that Megatron-LM's flags have by default.
+impl Default for ModelConfig {
+    fn default() -> Self {
+        Self {
+            num_layers: 1,
+            hidden_size: 64,
+            ffn_hidden_size: 256,
+            num_attention_heads: 1,
+            num_query_groups: 1,
+            head_dim: 64,
+            seq_length: 1,
+            max_position_embeddings: 1,
+            position_embedding: PositionEmbedding::LearnedAbsolute,
+            rotary_base: 1e4,
+            rope_scaling: RopeScaling::None,
+            sliding_window: None,
+            embed_layernorm: false,
+            normalization: Normalization::LayerNorm,
+            norm_epsilon: 1e-5,
+            swiglu: false,
+            bias_linear: true,
+            qkv_bias: false,
+            untie_embeddings_and_output_weights: false,
+            vocab_size: 1,
+            make_vocab_size_divisible_by: 128,
+            attention_dropout: 0.0,
+            hidden_dropout: 0.0,
+            init_method_std: 0.02,
+        }
+    }
+}

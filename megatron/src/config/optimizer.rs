@@ -140,3 +140,30 @@ pub struct OptimizerConfig {
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip_grad: f64,
 }
+
+/// AdamW at a constant learning rate of 1e-3, as PyTorch's, and Megatron-LM's clipping.
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        Self {
+            kind: OptimizerKind::Adam,
+            lr: 1e-3,
+            min_lr: 0.0,
+            decay_style: DecayStyle::Constant,
+            decay_samples: u64::MAX,
+            warmup_samples: 0,
+            warmup_init: 0.0,
+            wsd_decay_samples: 0,
+            wsd_decay_style: WsdDecayStyle::Exponential,
+            weight_decay: 0.01,
+            weight_decay_increase: None,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_eps: 1e-8,
+            exp_avg_dtype: MomentDtype::default(),
+            exp_avg_sq_dtype: MomentDtype::default(),
+            offload: OptimizerOffload::default(),
+            sgd_momentum: 0.9,
+            clip_grad: 1.0,
+        }
+    }
+}

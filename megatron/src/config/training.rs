@@ -100,3 +100,26 @@ impl TrainingConfig {
             .unwrap_or_else(|| self.train_iters.saturating_mul(self.global_batch_size as u64))
     }
 }
+
+/// One sample a step, a hundred steps, in fp32.
+impl Default for TrainingConfig {
+    fn default() -> Self {
+        Self {
+            micro_batch_size: 1,
+            global_batch_size: 1,
+            rampup: None,
+            train_iters: 100,
+            train_samples: None,
+            exit_interval: None,
+            max_nonfinite_steps: 10,
+            exit_duration_in_mins: None,
+            iterations_to_skip: Vec::new(),
+            skip_train: false,
+            seed: 1234,
+            recompute: Recompute::None,
+            precision: Precision::Fp32,
+            grad_reduce_in_bf16: false,
+            enable_cuda_graph: false,
+        }
+    }
+}

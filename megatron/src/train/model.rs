@@ -28,25 +28,51 @@ pub struct LayerKept {
 }
 
 /// Builds one rank's share of a model.
+///
+/// A model must say how many layers it has and build its chunks. The rest is for those that
+/// partition by parameters or operations, delay weight gradients, or tell memory beforehand.
 pub trait ModelBuilder {
-    /// Parameters of every layer, for partitioning.
-    fn layer_params(&self) -> Vec<u64>;
-    /// Parameters of the embedding and of the head, for partitioning.
-    fn end_params(&self) -> (u64, u64);
-    /// Operations of every layer, and of the head, for partitioning; in any unit.
-    fn flops(&self) -> (Vec<u64>, u64);
-    /// What the passes of every layer cost, without full recompute, and those of the head, which
-    /// has no weight gradients of its own: they are made in its forward.
-    fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts);
-    /// What a rank keeps of every token in a layer, at least.
-    fn kept(&self) -> LayerKept;
-    /// Whether the output matrix is the token embedding.
-    fn tied(&self) -> bool;
+    /// Layers between input and output.
+    fn num_layers(&self) -> usize;
     /// Builds the chunk with these layers and declares its parameters in forward order.
     ///
     /// # Errors
     /// If the model cannot be cut this way.
     fn chunk(&self, ends: Ends, layers: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk>;
+    /// Parameters of every layer, for partitioning; by default all have as many.
+    fn layer_params(&self) -> Vec<u64> {
+        vec![1; self.num_layers()]
+    }
+    /// Parameters of the input and of the output, for partitioning.
+    fn end_params(&self) -> (u64, u64) {
+        (0, 0)
+    }
+    /// Operations of every layer, and of the output, for partitioning; in any unit.
+    fn flops(&self) -> (Vec<u64>, u64) {
+        (self.layer_params(), 0)
+    }
+    /// What the passes of every layer cost, without full recompute, and those of the output, which
+    /// has no weight gradients of its own: they are made in its forward. By default forward, input
+    /// and weight gradients take as long.
+    fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
+        let layer = ChunkCosts {
+            forward: 1,
+            recompute: 1,
+            input_gradients: 1,
+            weight_gradients: 1,
+            activations: 1,
+            operands: 1,
+        };
+        (vec![layer; self.num_layers()], ChunkCosts::default())
+    }
+    /// What a rank keeps of every token in a layer, at least; by default nothing is known.
+    fn kept(&self) -> LayerKept {
+        LayerKept { all: 0, input: 0 }
+    }
+    /// Whether the output's matrix is the input's, as a tied token embedding is.
+    fn tied(&self) -> bool {
+        false
+    }
 }
 
 /// The chunks of pipeline stage `stage`, and their parameters in forward order.
@@ -168,16 +194,8 @@ mod tests {
     struct Layers;
 
     impl ModelBuilder for Layers {
-        fn layer_params(&self) -> Vec<u64> {
-            vec![1; 5]
-        }
-
-        fn end_params(&self) -> (u64, u64) {
-            (0, 0)
-        }
-
-        fn flops(&self) -> (Vec<u64>, u64) {
-            (vec![1; 5], 0)
+        fn num_layers(&self) -> usize {
+            5
         }
 
         fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
@@ -197,10 +215,6 @@ mod tests {
 
         fn kept(&self) -> LayerKept {
             unreachable!("costs have their own count of activations")
-        }
-
-        fn tied(&self) -> bool {
-            false
         }
 
         fn chunk(&self, _: Ends, _: Range<usize>, _: &mut ParamsBuilder) -> Result<Chunk> {
