@@ -14,7 +14,7 @@
 use candle_core::Tensor;
 use kernels::tensor::device::empty;
 
-use super::layout::{Partial, Replicated, Stream};
+use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::comm::{Group, ReduceOp, Work};
 use crate::{Error, Result};
 
@@ -126,6 +126,29 @@ impl TensorParallel {
     /// As [`exit_backward`](Self::exit_backward), to be finished later.
     pub fn begin_exit_backward(&self, dy: &Stream) -> Result<Begun<Replicated>> {
         Ok(self.gather_sequence(&dy.0)?.map(Replicated))
+    }
+
+    /// The residual stream of features that ranks share: `[s, b, h/tp]` of every rank side by side,
+    /// of which this rank keeps its part of the sequence.
+    pub fn gather_features(&self, y: &FeatureSharded) -> Result<Stream> {
+        let tp = self.size();
+        if tp == 1 {
+            return Ok(Stream(y.0.clone()));
+        }
+        let (s, b, width) = y.0.dims3()?;
+        let all = empty((tp, s, b, width), y.0.dtype(), y.0.device())?;
+        self.group.all_gather(&y.0.contiguous()?, &all)?.wait()?;
+        let length = self.stream_length(s)?;
+        let own = all.narrow(1, self.stream_offset(length), length)?;
+        Ok(Stream(own.permute((1, 2, 0, 3))?.contiguous()?.reshape((length, b, tp * width))?))
+    }
+
+    /// Backward of [`gather_features`](Self::gather_features): this rank's features of the whole
+    /// sequence. Every rank has the whole gradient of its positions, so nothing is summed.
+    pub fn gather_features_backward(&self, dy: &Stream) -> Result<FeatureSharded> {
+        let whole = self.gather_sequence(&dy.0)?.finish()?;
+        let width = whole.dim(2)? / self.size();
+        Ok(FeatureSharded(whole.narrow(2, self.rank() * width, width)?.contiguous()?))
     }
 
     fn gather_sequence(&self, x: &Tensor) -> Result<Begun<Tensor>> {
