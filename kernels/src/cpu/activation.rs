@@ -54,6 +54,7 @@ fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
 /// An elementwise activation, in the type that elements are computed in.
 pub trait Activation {
     /// In the names of the kernels in `cuda/activation.cu`.
+    #[cfg_attr(not(gpu), allow(dead_code))]
     const NAME: &str;
     fn value<T: Float>(x: T) -> T;
     /// The gradient of `x`, of that of the value.

@@ -3,6 +3,8 @@
 //!
 //! Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3": Philox4x32-10.
 
+use std::ops::Range;
+
 use crate::tensor::parallel;
 use crate::tensor::simd::{LANES, vectorize};
 
@@ -131,6 +133,19 @@ pub fn fill_normal(out: &mut [f32], seed: u64, stream: u64, first: u64, std: f64
             },
         );
     });
+}
+
+/// Fills `out` with draws from the uniform distribution over `range`, by place as [`fill_normal`]:
+/// element 4c + j is made of word j of Philox at counter (c, stream).
+pub fn fill_uniform(out: &mut [f32], seed: u64, stream: u64, first: u64, range: Range<f64>) {
+    let (key, [s0, s1]) = (words(seed), words(stream));
+    let width = range.end - range.start;
+    for (i, out) in out.iter_mut().enumerate() {
+        let index = first + i as u64;
+        let [low, high] = words(index / 4);
+        let word = philox4x32([low, high, s0, s1], key)[(index % 4) as usize];
+        *out = (range.start + width * (f64::from(word) + 0.5) / 4_294_967_296.0) as f32;
+    }
 }
 
 /// The standard normals of [`LANES`] blocks from `first_block` on (Box & Muller 1958).

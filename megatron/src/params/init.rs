@@ -4,7 +4,7 @@
 //! Source of the distribution: Radford et al. 2019 (N(0, 0.02), output projections scaled by
 //! 1/√(2·layers)).
 
-use kernels::tensor::philox::{fill_normal, stream_id};
+use kernels::tensor::philox::{fill_normal, fill_uniform, stream_id};
 
 use super::{Init, ParamSpec, Piece};
 
@@ -20,16 +20,23 @@ pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed:
     let mut values = vec![0f32; numel];
     let stream = stream_id(&spec.name);
     for piece in pieces {
+        // The box's rows that are contiguous in the global tensor: everything after the split
+        // dimension.
+        let mut draw = |fill: &dyn Fn(&mut [f32], u64)| {
+            for_each_run(&spec.shape, &piece.offset, &piece.shape, |global, local, len| {
+                let start = piece.local + local;
+                fill(&mut values[start..start + len], global);
+            });
+        };
         match spec.init {
             Init::Zeros => {}
-            Init::Ones => values[piece.local..piece.local + piece.flat.len()].fill(1.0),
+            Init::Ones => draw(&|out, _| out.fill(1.0)),
+            Init::Constant { value } => draw(&|out, _| out.fill(value as f32)),
+            Init::Uniform { low, high } => {
+                draw(&|out, first| fill_uniform(out, seed, stream, first, low..high));
+            }
             Init::Normal { std } => {
-                // The box's rows that are contiguous in the global tensor: everything after the
-                // split dimension.
-                for_each_run(&spec.shape, &piece.offset, &piece.shape, |global, local, len| {
-                    let start = piece.local + local;
-                    fill_normal(&mut values[start..start + len], seed, stream, global, std);
-                });
+                draw(&|out, first| fill_normal(out, seed, stream, first, std));
             }
         }
     }
@@ -122,6 +129,18 @@ mod tests {
                 assert_eq!(whole, assemble(&spec, tp), "{shape:?} {partition:?} tp {tp}");
             }
         }
+    }
+
+    #[test]
+    fn uniform_values_fill_their_range_and_do_not_depend_on_the_cut() {
+        let mut spec = spec(&[64, 50], Partition::Split { dim: 1, parts: 1 }, 64);
+        spec.init = Init::Uniform { low: -0.5, high: 1.5 };
+        let whole = assemble(&spec, 1);
+        assert_eq!(whole, assemble(&spec, 2));
+        let mean = whole.iter().sum::<f32>() / whole.len() as f32;
+        let (low, high) = whole.iter().fold((2f32, -2f32), |(l, h), &v| (l.min(v), h.max(v)));
+        assert!((mean - 0.5).abs() < 0.05, "{mean}");
+        assert!((-0.5..-0.49).contains(&low) && (1.49..=1.5).contains(&high), "{low} {high}");
     }
 
     #[test]

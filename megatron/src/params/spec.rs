@@ -20,6 +20,14 @@ pub enum Partition {
 pub enum Init {
     Zeros,
     Ones,
+    Constant {
+        value: f64,
+    },
+    /// Uniform in `low..high`; drawn as `Normal` is.
+    Uniform {
+        low: f64,
+        high: f64,
+    },
     /// Normal with mean 0; element i of the global tensor depends on (seed, name, i) alone.
     Normal {
         std: f64,

@@ -151,6 +151,12 @@ impl TensorParallel {
         Ok(FeatureSharded(whole.narrow(2, self.rank() * width, width)?.contiguous()?))
     }
 
+    /// This rank's part of the sequence of what every rank has whole.
+    pub fn own_positions(&self, x: &Replicated) -> Result<Stream> {
+        let length = self.stream_length(x.0.dim(0)?)?;
+        Ok(Stream(x.0.narrow(0, self.stream_offset(length), length)?.contiguous()?))
+    }
+
     fn gather_sequence(&self, x: &Tensor) -> Result<Begun<Tensor>> {
         if !self.sequence_parallel {
             return Ok(Begun { value: x.clone(), work: Work::done() });

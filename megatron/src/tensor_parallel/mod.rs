@@ -5,6 +5,7 @@
 //! only ways from one layout to another; the other files hold layers made of kernels and mappings.
 
 mod attention;
+mod autograd;
 mod block;
 mod context;
 mod cross_entropy;
@@ -20,6 +21,7 @@ mod norm;
 mod regression;
 
 pub use attention::{AttentionSpec, SelfAttention};
+pub use autograd::AutogradLayer;
 pub use block::{BlockSpec, TransformerLayer};
 pub use context::{Ctx, DropoutSite, Phase, WeightGradients};
 pub use cross_entropy::{RowStats, Targets, VocabParallelCrossEntropy};
