@@ -165,6 +165,10 @@ fn alibi_slopes(heads: usize) -> Vec<f64> {
 }
 
 impl ModelBuilder for Gpt {
+    fn architecture(&self) -> &str {
+        megatron::train::GPT
+    }
+
     fn num_layers(&self) -> usize {
         self.config.num_layers
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use megatron::checkpoint::{self, Manifest};
 use megatron::config::{ParallelConfig, Sources};
 use megatron::params::StateKind;
-use megatron::train::{Layout, SavedRun, saved_run, with_parallel};
+use megatron::train::{GPT, Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
 
 use crate::Gpt;
@@ -39,6 +39,15 @@ impl SavedGpt {
     pub fn new(manifest: Manifest) -> Result<Self> {
         let path = manifest.folder();
         let run = saved_run(path, &manifest.state)?;
+        if run.architecture != GPT {
+            return Err(Error::checkpoint(
+                path,
+                format!(
+                    "holds a model of another program, which calls it '{}'; `inspect` and `reshard` know its tensors, and only that program can run it",
+                    run.architecture
+                ),
+            ));
+        }
         let model = &run.model;
         let params = manifest
             .tensors

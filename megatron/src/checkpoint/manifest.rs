@@ -15,7 +15,7 @@ use super::block::{Block, blocks, check_cover, misfit, volume};
 use super::folder::use_another;
 use super::foreign::Found;
 use super::values::Float;
-use crate::params::StateKind;
+use crate::params::{Partition, StateKind};
 use crate::{Error, Result, files};
 
 /// The version of the format this program writes, and the only one it reads.
@@ -60,6 +60,10 @@ pub struct TensorEntry {
     pub kind: StateKind,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
+    /// How the parameter is cut over tp, so that a tool can cut it for another layout; not known of
+    /// imported weights, nor of checkpoints from before it was stored.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partition: Option<Partition>,
     pub dtype: Float,
     /// Together they hold every element exactly once.
     pub chunks: Vec<Chunk>,

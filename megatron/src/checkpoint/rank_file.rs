@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::manifest::{Chunk, TensorEntry};
 use super::shard_file::Item;
 use super::values::Float;
-use crate::params::{Piece, StateKind};
+use crate::params::{Partition, Piece, StateKind};
 
 /// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors
 /// have several.
@@ -24,6 +24,7 @@ pub(super) struct Share {
     pub kind: StateKind,
     /// Shape of the logical tensor.
     pub shape: Vec<usize>,
+    pub partition: Option<Partition>,
     pub dtype: Float,
     pub pieces: Vec<Piece>,
 }
@@ -93,6 +94,7 @@ impl RankFile {
             name: share.name.clone(),
             kind: share.kind,
             shape: share.shape.clone(),
+            partition: share.partition,
             dtype: share.dtype,
             chunks: Vec::new(),
         };

@@ -107,7 +107,8 @@ fn plan(source: &Manifest, ranks: Vec<Vec<ParamShare>>) -> Result<Vec<RankFile>>
                     &shape,
                 )))?;
                 let (name, shape, pieces) = (name.clone(), shape.clone(), pieces.clone());
-                shares.push(Share { name, kind, shape, dtype: tensor.dtype, pieces });
+                let (partition, dtype) = (tensor.partition, tensor.dtype);
+                shares.push(Share { name, kind, shape, partition, dtype, pieces });
             }
         }
         files.push(RankFile::plan(rank, shares));

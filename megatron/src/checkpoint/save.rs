@@ -149,6 +149,7 @@ fn plan(shards: &[ShardRef], rank: usize) -> Result<RankFile> {
             name: shard.name.clone(),
             kind: shard.kind,
             shape: shard.global_shape.clone(),
+            partition: shard.partition,
             dtype: check_shard(shard)?,
             pieces: shard.pieces.clone(),
         })

@@ -42,6 +42,7 @@ impl StreamWriter {
             name,
             kind,
             shape,
+            partition: None,
             dtype,
             chunks: Vec::new(),
         };
@@ -167,6 +168,7 @@ mod tests {
             name: "a".into(),
             kind: StateKind::Param,
             global_shape: vec![2, 3],
+            partition: None,
             pieces: vec![piece],
             data: data.clone().into(),
         };

@@ -42,6 +42,6 @@ pub use communicator::{Communicator, Group, ReduceOp, Work};
 pub(crate) use inbox::lock;
 pub use local::Process;
 pub use options::CommOptions;
-pub use rendezvous::{Backend, RankInfo, Rendezvous, World, init};
+pub use rendezvous::{Backend, RankInfo, Rendezvous, World, init, spawn, spawn_with};
 pub use secret::{RUN_SECRET, Secret};
 pub use threads::solo;

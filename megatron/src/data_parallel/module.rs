@@ -201,7 +201,8 @@ fn agree(vars: &[(String, Var)], group: &Group) -> Result<()> {
         if *other == all[0] {
             continue;
         }
-        let [first, other] = [&all[0], other].map(|text| String::from_utf8_lossy(text).into_owned());
+        let [first, other] =
+            [&all[0], other].map(|text| String::from_utf8_lossy(text).into_owned());
         let (mut a, mut b) = (first.lines(), other.lines());
         let differing = loop {
             match (a.next(), b.next()) {
@@ -320,7 +321,8 @@ mod tests {
         // Rank 1's loss alone uses it.
         let losses = |vars: &VarMap, used: &Tensor, unused: &Tensor, group: Group, find: bool| {
             let own = group.rank() == 1;
-            let options = DataParallelOptions { find_unused_parameters: find, ..Default::default() };
+            let options =
+                DataParallelOptions { find_unused_parameters: find, ..Default::default() };
             let mut replicas = DataParallel::new(vars, group, options).unwrap();
             let mut loss = used.sum_all().unwrap();
             if own {

@@ -3,6 +3,7 @@
 
 use candle_core::{DType, Tensor};
 
+use super::declarations;
 use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
 use crate::params::{Bucket, ParamId, ParamStore, Role};
@@ -32,6 +33,8 @@ pub struct GradientReducer {
     in_flight: Vec<InFlight>,
     /// Reduce in messages of bf16.
     in_bf16: bool,
+    /// No step has ended yet.
+    first_step: bool,
 }
 
 /// A reduction over dp that was started.
@@ -58,6 +61,7 @@ impl GradientReducer {
             missing: Vec::new(),
             in_flight: Vec::new(),
             in_bf16: false,
+            first_step: true,
         }
     }
 
@@ -80,7 +84,8 @@ impl GradientReducer {
     /// Waits until all gradients of the step are final on this rank.
     ///
     /// # Errors
-    /// If a peer fails.
+    /// If a peer fails; in the first step, if a parameter that is replicated over tp has another
+    /// gradient on another rank.
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
         for (i, bucket) in store.buckets().iter().enumerate() {
             // Under overlap those are left of which no layer has announced some gradient, alike on
@@ -97,6 +102,11 @@ impl GradientReducer {
             if let Some((from, to)) = convert {
                 kernels::ops::reduce::cast(&to, &from)?;
             }
+        }
+        if std::mem::take(&mut self.first_step) {
+            let (rank, replicas) = (self.dp.rank(), self.dp.size());
+            let final_part = |len| if self.scatter { shard(len, rank, replicas) } else { 0..len };
+            declarations::check(&self.tp, store, final_part)?;
         }
         Ok(())
     }

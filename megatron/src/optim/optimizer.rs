@@ -381,7 +381,15 @@ impl Optimizer {
                     return Ok(());
                 }
                 let (name, global_shape) = (param.spec.name.clone(), param.spec.shape.clone());
-                shards.push(ShardRef { name, kind, global_shape, pieces, data: data(&range)? });
+                let partition = Some(param.spec.partition);
+                shards.push(ShardRef {
+                    name,
+                    kind,
+                    global_shape,
+                    partition,
+                    pieces,
+                    data: data(&range)?,
+                });
                 Ok(())
             };
             let weights = |range: &Range<usize>| bucket.weights.narrow(0, range.start, range.len());

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::ops::remainders::join_value;
 use serde::{Deserialize, Serialize};
 
-use super::Filed;
+use super::{Filed, Partition};
 use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.
@@ -87,6 +87,8 @@ pub struct ShardRef {
     pub kind: StateKind,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,
+    /// How the parameter is cut over tp, where that is known.
+    pub partition: Option<Partition>,
     /// Where this share's elements lie in it.
     pub pieces: Vec<Piece>,
     /// The local elements; `Piece::local` counts in them.

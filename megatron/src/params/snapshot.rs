@@ -91,6 +91,7 @@ mod tests {
             name: "w".into(),
             kind: StateKind::Param,
             global_shape: vec![8],
+            partition: None,
             pieces: vec![Piece { offset: vec![0], shape: vec![8], flat: 0..8, local: 0 }],
             data,
         };

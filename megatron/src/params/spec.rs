@@ -6,6 +6,7 @@ use super::Piece;
 
 /// How a parameter is cut over tp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Partition {
     /// Every tp rank holds all of it.
     Replicated,

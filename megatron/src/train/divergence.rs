@@ -157,7 +157,14 @@ mod tests {
     use super::*;
 
     fn shard(name: &str, kind: StateKind, data: Elements) -> ShardRef {
-        ShardRef { name: name.into(), kind, global_shape: vec![2], pieces: vec![], data }
+        ShardRef {
+            name: name.into(),
+            kind,
+            global_shape: vec![2],
+            partition: None,
+            pieces: vec![],
+            data,
+        }
     }
 
     fn of<T: candle_core::WithDType>(values: [T; 2]) -> Elements {

@@ -89,6 +89,7 @@ impl Inference {
                 name: param.spec.name.clone(),
                 kind: StateKind::Param,
                 global_shape: param.spec.shape.clone(),
+                partition: None,
                 pieces: param.pieces.clone(),
                 data: param.weight.flatten_all()?.into(),
             })

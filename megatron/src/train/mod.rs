@@ -25,6 +25,7 @@ mod saving;
 mod schedules;
 mod skipping;
 mod state;
+mod stored;
 mod tensorboard;
 mod trainer;
 
@@ -42,5 +43,6 @@ pub use recorded::RecordedRun;
 pub use report::Reporter;
 pub use resume::samples_to_read;
 pub use run::{Outcome, preflight};
-pub use state::{SavedRun, saved_run, weights_only_state, with_parallel};
+pub use state::{GPT, SavedRun, saved_run, weights_only_state, with_parallel};
+pub use stored::reshard_tensors;
 pub use trainer::{Progress, Sources, Trainer};

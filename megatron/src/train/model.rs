@@ -32,6 +32,11 @@ pub struct LayerKept {
 /// A model must say how many layers it has and build its chunks. The rest is for those that
 /// partition by parameters or operations, delay weight gradients, or tell memory beforehand.
 pub trait ModelBuilder {
+    /// What a checkpoint calls the model. Tools know `gpt` by its settings; of others they know the
+    /// tensors.
+    fn architecture(&self) -> &str {
+        "custom"
+    }
     /// Layers between input and output.
     fn num_layers(&self) -> usize;
     /// Builds the chunk with these layers and declares its parameters in forward order.

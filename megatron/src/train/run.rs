@@ -55,7 +55,7 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     }
     if let Some(path) = &found {
         let manifest = checkpoint::Manifest::read(path)?;
-        state::from_json(path, &manifest.state, config)?;
+        state::from_json(path, &manifest.state, config, None)?;
         if *takes == Takes::All {
             state::require_optimizer(&manifest, config.optimizer.kind)?;
         }

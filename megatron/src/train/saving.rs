@@ -93,8 +93,13 @@ impl Trainer {
             ));
         }
         let scaler = self.loss_scaler.state();
-        let state =
-            state::to_json(&self.progress, &self.config, scaler.as_ref(), &self.fingerprint)?;
+        let state = state::to_json(
+            &self.progress,
+            &self.config,
+            scaler.as_ref(),
+            &self.fingerprint,
+            &self.architecture,
+        )?;
         let shards = self.owned_shards()?;
         self.require_finite(&shards, dir)?;
         Ok((shards, state))
@@ -108,7 +113,8 @@ impl Trainer {
     /// optimizer.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
-        let theirs = state::from_json(path, &manifest.state, &self.config)?;
+        let theirs =
+            state::from_json(path, &manifest.state, &self.config, Some(&self.architecture))?;
         let progress = match self.config.checkpoint.takes {
             Takes::All => theirs,
             Takes::WithoutOptimizer => Progress { updates: 0, ..theirs },

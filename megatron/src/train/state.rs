@@ -34,12 +34,14 @@ pub fn to_json(
     config: &RunConfig,
     loss_scaler: Option<&LossScalerState>,
     data_fingerprint: &str,
+    architecture: &str,
 ) -> Result<Value> {
     let value = |v: serde_json::Result<Value>| {
         v.map_err(|e| Error::config(format!("cannot describe the run: {e}")))
     };
     let mut state = Map::new();
     state.insert("progress".into(), value(serde_json::to_value(progress))?);
+    state.insert(ARCHITECTURE.into(), architecture.into());
     state.insert("model".into(), value(serde_json::to_value(&config.model))?);
     state.insert("data_fingerprint".into(), data_fingerprint.into());
     if let Some(scaler) = loss_scaler {
@@ -48,6 +50,11 @@ pub fn to_json(
     state.insert("config".into(), value(serde_json::to_value(config))?);
     Ok(state.into())
 }
+
+/// Where a state has what [`ModelBuilder::architecture`](super::ModelBuilder::architecture) says.
+const ARCHITECTURE: &str = "architecture";
+/// That of checkpoints which do not say it.
+pub const GPT: &str = "gpt";
 
 /// Where a state has the loss scale, if it adapts itself.
 const LOSS_SCALER: &str = "loss_scaler";
@@ -127,6 +134,8 @@ pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
 #[derive(Clone, Debug)]
 pub struct SavedRun {
     pub progress: Progress,
+    /// What its program calls the model: [`GPT`], or another of which tensors alone are known.
+    pub architecture: String,
     pub model: ModelConfig,
     /// The layout it was written under, if it was written by a run.
     pub parallel: Option<ParallelConfig>,
@@ -141,7 +150,13 @@ pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
     let progress = progress(path, state, &model)?;
     let parallel =
         state.pointer(PARALLEL).and_then(|value| serde_json::from_value(value.clone()).ok());
-    Ok(SavedRun { progress, model, parallel })
+    let architecture = architecture(state).unwrap_or(GPT).to_string();
+    Ok(SavedRun { progress, architecture, model, parallel })
+}
+
+/// What the state calls its model, if it says so.
+fn architecture(state: &Value) -> Option<&str> {
+    state.get(ARCHITECTURE)?.as_str()
 }
 
 /// The same state under another layout.
@@ -176,7 +191,20 @@ const FREE: [&str; 4] =
 /// # Errors
 /// If the state is damaged, or the architecture is another; the message names every setting that
 /// differs.
-pub fn from_json(path: &Path, state: &Value, config: &RunConfig) -> Result<Progress> {
+pub fn from_json(
+    path: &Path,
+    state: &Value,
+    config: &RunConfig,
+    model: Option<&str>,
+) -> Result<Progress> {
+    if let Some(theirs) = architecture(state)
+        && let Some(ours) = model.filter(|ours| *ours != theirs)
+    {
+        return Err(Error::checkpoint(
+            path,
+            format!("it holds a model that its program calls '{theirs}', and this one is '{ours}'"),
+        ));
+    }
     let damaged =
         |what: &str| Error::checkpoint(path, format!("its manifest's state has no valid {what}"));
     let theirs: ModelConfig = part(path, state, "model")?;

@@ -125,6 +125,8 @@ pub struct Trainer {
     pub(super) test: Option<Loader>,
     pub(super) progress: Progress,
     pub(super) fingerprint: String,
+    /// [`ModelBuilder::architecture`]
+    pub(super) architecture: String,
 }
 
 /// What ranks tell each other after a step.
@@ -254,6 +256,7 @@ impl Trainer {
             test: sources.test.as_ref().map(loader),
             progress: Progress::default(),
             fingerprint: sources.fingerprint.clone(),
+            architecture: model.architecture().into(),
             config: config.clone(),
             groups,
         })

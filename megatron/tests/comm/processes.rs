@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use candle_core::DType;
-use megatron::comm::{Backend, Group, ReduceOp, Rendezvous, init};
+use megatron::comm::{Backend, Group, ReduceOp, Rendezvous, init, spawn_with};
 use megatron::{Error, Result};
 
 use crate::support::{bytes, info, options, tensor};
@@ -150,4 +150,38 @@ fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
         assert_eq!(killed.wait().unwrap().signal(), Some(9));
         assert_eq!(leftovers(), Vec::<String>::new());
     }
+}
+
+/// Both as the process that starts ranks, and as one of these.
+#[test]
+fn a_program_starts_its_own_ranks_and_one_that_fails_ends_the_others() {
+    const NAME: &str =
+        "processes::a_program_starts_its_own_ranks_and_one_that_fails_ends_the_others";
+    let fails = std::env::var_os("SPAWN_TEST_FAILS").is_some();
+    let run = |fail: bool| {
+        let prepare = &mut |command: &mut Command| {
+            command.args(["--exact", NAME, "--nocapture"]).stdout(Stdio::null());
+            command.stderr(Stdio::null());
+            if fail {
+                command.env("SPAWN_TEST_FAILS", "1");
+            }
+        };
+        spawn_with(3, prepare, |world| {
+            let rank = world.group.rank();
+            assert_eq!((world.local_rank, world.local_world_size), (rank, 3));
+            if fails && rank == 1 {
+                return Err(Error::config("as it is to"));
+            }
+            let sum = tensor(rank, 100, DType::F32);
+            world.group.all_reduce(&sum, ReduceOp::Sum)?.wait()?;
+            if fails { world.group.barrier() } else { Ok(()) }
+        })
+    };
+    if std::env::var_os("RANK").is_some() {
+        run(false).unwrap();
+        return;
+    }
+    run(false).unwrap();
+    let message = run(true).unwrap_err().to_string();
+    assert!(message.contains("the others are stopped"), "{message}");
 }

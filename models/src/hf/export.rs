@@ -274,6 +274,7 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
         name: planned.spec.name.clone(),
         kind: StateKind::Param,
         global_shape: shape.clone(),
+        partition: None,
         pieces: vec![piece],
         data: data.clone().into(),
     }])?;

@@ -7,8 +7,9 @@ use std::time::Instant;
 
 use clap::Args;
 use indicatif::DecimalBytes;
-use megatron::checkpoint;
+use megatron::checkpoint::{self, Manifest};
 use megatron::config::{ParallelConfig, Sources};
+use megatron::train::{GPT, reshard_tensors, saved_run};
 use models::SavedGpt;
 
 use crate::cli::flags::{self, LayoutFlags};
@@ -52,23 +53,29 @@ pub struct ReshardArgs {
 pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8> {
     let start = Instant::now();
     let path = checkpoint::locate(&args.from, args.iteration)?;
-    let saved = SavedGpt::open(&path)?;
+    let manifest = Manifest::read(&path)?;
+    let run = saved_run(&path, &manifest.state)?;
     let mut sources = Sources::default();
     for (section, args) in flags::sections() {
         let origin = if section == "model" { "the checkpoint" } else { "default" };
         args.iter().for_each(|arg| sources.record(arg.get_id().as_str(), origin));
     }
     origins.iter().for_each(|(key, origin)| sources.record(key, origin));
-    let parallel =
-        resolve_layout(&args.layout, &mut sources, None, saved.run.model.num_layers, false)?;
-    saved.fits(&parallel, &sources)?;
+    let parallel = resolve_layout(&args.layout, &mut sources, None, run.model.num_layers, false)?;
+    let is_gpt = run.architecture == GPT;
+    let saved = if is_gpt { Some(SavedGpt::new(manifest.clone())?) } else { None };
+    saved.iter().try_for_each(|saved| saved.fits(&parallel, &sources))?;
 
     let stop = StopSignal::listen(None)?;
-    let bar = ByteBar::new("resharding", saved.manifest.data_bytes());
-    let done = saved.reshard(&args.to, &parallel, &sources, &mut |bytes| {
+    let bar = ByteBar::new("resharding", manifest.data_bytes());
+    let progress = &mut |bytes| {
         bar.add(bytes);
         !stop.flag.load(Ordering::SeqCst)
-    })?;
+    };
+    let done = match &saved {
+        Some(saved) => saved.reshard(&args.to, &parallel, &sources, progress)?,
+        None => reshard_tensors(&manifest, &args.to, &parallel, &models::hf::COMPANIONS, progress)?,
+    };
     bar.finish();
     if !done {
         return Ok(stop.exit_code());
@@ -76,10 +83,10 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
     crate::print_line(&format!(
         "{} ({}) → {} ({}): {} in {}, {}",
         path.display(),
-        saved.run.parallel.as_ref().map_or("of no run".to_string(), describe_layout),
-        checkpoint::iteration_dir(&args.to, saved.manifest.iteration).display(),
+        run.parallel.as_ref().map_or("of no run".to_string(), describe_layout),
+        checkpoint::iteration_dir(&args.to, manifest.iteration).display(),
         describe_layout(&parallel),
-        DecimalBytes(saved.manifest.data_bytes()),
+        DecimalBytes(manifest.data_bytes()),
         count(parallel.world_size() as u64, "file"),
         duration(start.elapsed().as_secs_f64())
     ));

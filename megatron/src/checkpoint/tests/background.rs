@@ -75,6 +75,7 @@ fn spoilt(second: fn(&Path) -> Elements, spoil: fn(&Path), why: &str) {
             name: "w".into(),
             kind: StateKind::Param,
             global_shape: vec![8],
+            partition: None,
             pieces: vec![Piece { offset: vec![4 * rank], shape: vec![4], flat: 0..4, local: 0 }],
             data: if rank == 0 { whole } else { second(dir.path()) },
         };

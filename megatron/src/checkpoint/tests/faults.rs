@@ -91,6 +91,7 @@ fn save_halves(dir: &Path, second: Piece) -> Vec<Result<()>> {
             name: "w".into(),
             kind: StateKind::Param,
             global_shape: vec![8],
+            partition: None,
             pieces: vec![if world.rank() == 0 { first } else { second.clone() }],
             data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap().into(),
         };
@@ -145,6 +146,7 @@ fn ranks_that_disagree_about_a_tensor_are_refused_on_every_rank() {
             name: "w".into(),
             kind: StateKind::Param,
             global_shape: vec![8 + world.rank()],
+            partition: None,
             pieces: vec![],
             data: Tensor::zeros(4, DType::F32, &Device::Cpu).unwrap().into(),
         };
@@ -211,6 +213,7 @@ fn save_beyond_the_limit(dir: &Path) {
             name: format!("w{}", world.rank()),
             kind: StateKind::Param,
             global_shape: vec![len],
+            partition: None,
             pieces: vec![Piece { offset: vec![0], shape: vec![len], flat: 0..len, local: 0 }],
             data: Tensor::zeros(len, DType::F32, &Device::Cpu).unwrap().into(),
         };

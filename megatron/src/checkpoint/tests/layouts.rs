@@ -83,6 +83,7 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
         name: name.into(),
         kind: StateKind::Param,
         global_shape: vec![values.len()],
+        partition: None,
         pieces: vec![Piece {
             offset: vec![0],
             shape: vec![values.len()],
@@ -118,6 +119,7 @@ fn halves_keep_every_bit_and_ranks_that_keep_the_high_ones_alone_round_alike() {
         name: "w".into(),
         kind: StateKind::Param,
         global_shape: vec![bits.len()],
+        partition: None,
         pieces: vec![Piece {
             offset: vec![0],
             shape: vec![bits.len()],

@@ -184,6 +184,7 @@ impl Layout {
                 name: spec.name.clone(),
                 kind,
                 global_shape: spec.shape.clone(),
+                partition: None,
                 pieces,
                 data: data.clone(),
             }));

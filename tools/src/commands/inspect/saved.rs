@@ -7,6 +7,7 @@ use indicatif::{DecimalBytes, HumanCount};
 use megatron::checkpoint::{Manifest, TensorEntry};
 use megatron::config::{ModelConfig, PositionEmbedding};
 use megatron::params::StateKind;
+use megatron::train::{GPT, saved_run};
 use models::SavedGpt;
 
 use super::{fact, short};
@@ -33,9 +34,18 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
             format!("{kind:<12}{dtypes}, {} tensors, {}", tensors.len(), DecimalBytes(bytes)),
         );
     }
-    let saved = SavedGpt::new(manifest)?;
-    let progress = saved.run.progress;
-    fact("model", model(&saved.run.model));
+    let run = saved_run(path, &manifest.state)?;
+    let saved = if run.architecture == GPT { Some(SavedGpt::new(manifest.clone())?) } else { None };
+    let progress = run.progress;
+    fact(
+        "model",
+        match &saved {
+            Some(saved) => model(&saved.run.model),
+            None => {
+                format!("'{}', of another program: its tensors alone are known", run.architecture)
+            }
+        },
+    );
     fact(
         "progress",
         format!(
@@ -45,21 +55,12 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
             HumanCount(progress.skipped_iterations)
         ),
     );
-    fact("written by", saved.run.parallel.as_ref().map_or("no run".to_string(), describe_layout));
-    let sizes = saved.tensor_parallel_sizes();
-    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
-    let layers = saved.run.model.num_layers;
-    let groups = saved.run.model.num_query_groups;
-    let cp =
-        if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
-    fact(
-        "fits",
-        format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")),
-    );
-    let chunks: usize = saved.manifest.tensors.iter().map(|tensor| tensor.chunks.len()).sum();
+    fact("written by", run.parallel.as_ref().map_or("no run".to_string(), describe_layout));
+    saved.iter().for_each(fits);
+    let chunks: usize = manifest.tensors.iter().map(|tensor| tensor.chunks.len()).sum();
     if verify {
-        let bar = ByteBar::new("checking", saved.manifest.data_bytes());
-        saved.manifest.verify(&mut |bytes| bar.add(bytes))?;
+        let bar = ByteBar::new("checking", manifest.data_bytes());
+        manifest.verify(&mut |bytes| bar.add(bytes))?;
         bar.finish();
         let chunks = HumanCount(chunks as u64);
         fact(
@@ -72,6 +73,20 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         fact("whole", "every element is there once; checksums were not looked at (--verify=false)");
     }
     Ok(())
+}
+
+/// The layouts that a run of it may have.
+fn fits(saved: &SavedGpt) {
+    let sizes = saved.tensor_parallel_sizes();
+    let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
+    let layers = saved.run.model.num_layers;
+    let groups = saved.run.model.num_query_groups;
+    let cp =
+        if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
+    fact(
+        "fits",
+        format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")),
+    );
 }
 
 /// Tensors by a property.
