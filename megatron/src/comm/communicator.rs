@@ -84,6 +84,10 @@ impl Drop for Work {
 /// Tensors are contiguous (views included) and of dtype f32, bf16, f16, f64, i64, u32 or u8. Ranks
 /// are indices within the group. "In place" mutates the tensor's storage. Every member calls the
 /// same collectives in the same order; messages are matched per (peer, tag) in order.
+///
+/// A clone of a tensor, a view and a reshape share its storage, so an operation in place changes
+/// all of them: pass `t.copy()?` where another holder must keep the old values. candle's `cat` of
+/// one tensor, `contiguous` of a contiguous one and `to_dtype` of its own dtype are such clones.
 pub trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use crate::{Error, Result};
 
 /// E.g. `f32×128`.
-fn elements(t: &Tensor) -> String {
+pub fn elements(t: &Tensor) -> String {
     format!("{}×{}", t.dtype().as_str(), t.elem_count())
 }
 

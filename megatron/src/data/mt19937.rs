@@ -4,46 +4,20 @@
 //! `numpy.random.RandomState.shuffle` and epochs by `torch.randperm`; both seed by Knuth's
 //! recurrence (`init_genrand`).
 
-const N: usize = 624;
-const M: usize = 397;
+use rand_mt::Mt;
 
 /// MT19937.
 #[derive(Clone)]
-pub(super) struct Mt19937 {
-    state: [u32; N],
-    next: usize,
-}
+pub(super) struct Mt19937(Mt);
 
 impl Mt19937 {
     /// As `RandomState(seed)` and `torch.Generator().manual_seed(seed)` begin.
     pub fn new(seed: u32) -> Self {
-        let mut state = [seed; N];
-        for i in 1..N {
-            let previous = state[i - 1] ^ (state[i - 1] >> 30);
-            state[i] = previous.wrapping_mul(1_812_433_253).wrapping_add(i as u32);
-        }
-        Self { state, next: N }
+        Self(Mt::new(seed))
     }
 
     pub fn next_u32(&mut self) -> u32 {
-        if self.next == N {
-            self.twist();
-        }
-        let mut y = self.state[self.next];
-        self.next += 1;
-        y ^= y >> 11;
-        y ^= (y << 7) & 0x9d2c_5680;
-        y ^= (y << 15) & 0xefc6_0000;
-        y ^ (y >> 18)
-    }
-
-    fn twist(&mut self) {
-        for i in 0..N {
-            let y = (self.state[i] & 0x8000_0000) | (self.state[(i + 1) % N] & 0x7fff_ffff);
-            let odd = if y & 1 == 1 { 0x9908_b0df } else { 0 };
-            self.state[i] = self.state[(i + M) % N] ^ (y >> 1) ^ odd;
-        }
-        self.next = 0;
+        self.0.next_u32()
     }
 
     /// Uniform in 0..=`max`, by rejection under the smallest mask that covers `max` (numpy's

@@ -307,3 +307,13 @@ fn unusable_arguments_are_refused_before_anything_is_sent() {
         assert!(message.contains("group world"), "{message}");
     }
 }
+
+#[test]
+fn a_refusal_names_the_tensor_that_was_passed() {
+    let world = megatron::comm::solo();
+    let t = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
+    let message = world.all_gather(&t, &t.narrow(0, 0, 3).unwrap()).err().unwrap().to_string();
+    assert!(message.starts_with("all_gather of f32×6 on group"), "{message}");
+    let message = world.broadcast(&t, 4).err().unwrap().to_string();
+    assert!(message.starts_with("broadcast on group"), "{message}");
+}

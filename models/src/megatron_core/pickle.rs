@@ -3,6 +3,10 @@
 //!
 //! Opcodes of protocols 2 to 5: CPython `Lib/pickletools.py`. Values are indices into a list and no
 //! function recurses, so nesting has no depth to limit, and cycles do no harm.
+//!
+//! Why not `candle_core::pickle` (0.11.1): it does not read protocol 4, in which torch writes a
+//! checkpoint's `.metadata`; a list that is referred to twice comes out empty the second time;
+//! 200,000 nested lists overflow its stack, and a length of 4 GiB in a small file is a panic.
 
 use std::collections::HashMap;
 

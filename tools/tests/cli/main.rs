@@ -9,6 +9,7 @@ mod convert;
 mod dead_rank;
 mod divergence;
 mod ending;
+mod examples;
 mod folders;
 mod from_checkpoint;
 mod hostfile;

@@ -120,13 +120,14 @@ impl EndpointGroup {
         Ok(call_on(op, t))
     }
 
-    /// E.g. `all_reduce on group tp (ranks 0,1)`, for errors.
-    fn on(&self, op: Op) -> String {
-        self.core.operation(&Call::new(op))
+    /// E.g. `all_reduce of f32×6 on group tp (ranks 0,1)`, for errors before a call is issued.
+    fn on(&self, op: Op, t: Option<&Tensor>) -> String {
+        let of = t.map(|t| format!(" of {}", operands::elements(t))).unwrap_or_default();
+        format!("{}{of} on {}", op.name(), self.core.label())
     }
 
     fn check(&self, op: Op, t: &Tensor) -> Result<()> {
-        let refuse = |why: &str| Err(Error::comm(format!("{}: {why}", self.on(op))));
+        let refuse = |why: &str| Err(Error::comm(format!("{}: {why}", self.on(op, Some(t)))));
         if !is_sendable(t.dtype()) {
             return refuse(&format!("dtype {} cannot be sent", t.dtype().as_str()));
         }
@@ -142,11 +143,11 @@ impl EndpointGroup {
     fn check_parts(&self, op: Op, small: &Tensor, large: &Tensor) -> Result<()> {
         self.check(op, small)?;
         self.check(op, large)?;
-        operands::check_parts(|| self.on(op), self.core.size(), small, large)
+        operands::check_parts(|| self.on(op, Some(small)), self.core.size(), small, large)
     }
 
     fn check_rank(&self, op: Op, rank: usize) -> Result<()> {
-        operands::check_rank(|| self.on(op), self.core.size(), rank)
+        operands::check_rank(|| self.on(op, None), self.core.size(), rank)
     }
 
     /// The tensor that only the root passes.
@@ -162,7 +163,7 @@ impl EndpointGroup {
             (None, false) => Ok(None),
             (given, _) => Err(Error::comm(format!(
                 "{}: rank {} of the group {} the whole tensor, but the root is {root}",
-                self.on(op),
+                self.on(op, given),
                 self.core.rank,
                 if given.is_some() { "passed" } else { "did not pass" },
             ))),
@@ -285,7 +286,12 @@ impl Communicator for EndpointGroup {
     fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work> {
         let call = self.call(Op::AllToAll, input)?;
         self.check(Op::AllToAll, output)?;
-        operands::check_exchange(|| self.on(Op::AllToAll), self.core.size(), input, output)?;
+        operands::check_exchange(
+            || self.on(Op::AllToAll, Some(input)),
+            self.core.size(),
+            input,
+            output,
+        )?;
         let (input, output) = (staging::issued(input)?, staging::issued(output)?);
         self.issue(call, move |core, call| {
             staging::from_to(core.size(), &input, &output, |input, output| {

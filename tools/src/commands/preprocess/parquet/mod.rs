@@ -3,8 +3,13 @@
 //! Source: Apache parquet-format 2.12 (`README.md`, `parquet.thrift`, `Encodings.md`,
 //! `Compression.md`). Read are flat columns of byte strings, of every encoding that these have.
 //! Files are untrusted: a page is the most that is in memory of a column, it is bounded, and a file
-//! that says what is not so is an error. (The `parquet` crate allocates what page headers claim,
-//! and its zstd is C.)
+//! that says what is not so is an error.
+//!
+//! Why not the `parquet` crate: of 4,463 files, mutated or made by hand, under a limit of 512 MiB,
+//! its version 60.1 ran out of memory on 49 (109 bytes are enough), panicked on 53, overflowed the
+//! stack on one, and took 256 MiB for 124 bytes on others; its zstd is C. This reader refuses all of
+//! them and takes less than 64 MiB. A child process would contain that, but not say what is wrong
+//! where, nor tell a hostile file from a large one.
 
 mod encoding;
 mod metadata;
