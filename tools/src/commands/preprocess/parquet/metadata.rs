@@ -71,7 +71,7 @@ impl Metadata {
     /// `keys`.
     pub fn read(bytes: &[u8], keys: &[String], data_end: u64) -> Read<Self> {
         let (mut schema, mut columns) = (Vec::new(), None);
-        let mut groups = Vec::new();
+        let (mut rows, mut groups) = (None, None);
         let described = &mut |id, kind, thrift: &mut Thrift| {
             match (id, kind) {
                 (2, Kind::List) => {
@@ -79,10 +79,12 @@ impl Metadata {
                     columns =
                         Some(keys.iter().map(|key| find(&schema, key)).collect::<Read<Vec<_>>>()?);
                 }
+                (3, Kind::Int) => rows = Some(thrift.int()?),
                 (4, Kind::List) => {
                     let columns = columns.as_ref().ok_or("its rows come before its columns")?;
+                    let found = groups.insert(Vec::<RowGroup>::new());
                     each(thrift, |thrift| {
-                        row_group(thrift, columns, data_end).map(|group| groups.extend(group))
+                        row_group(thrift, columns, data_end).map(|group| found.extend(group))
                     })?;
                 }
                 (8, _) => return Err("it is encrypted; decrypt it first".into()),
@@ -91,7 +93,16 @@ impl Metadata {
             Ok(true)
         };
         Thrift::new(bytes).structure(described)?;
-        Ok(Self { columns: columns.ok_or("it describes no columns")?, groups })
+        let columns = columns.ok_or("it describes no columns")?;
+        let (rows, groups) = rows.zip(groups).ok_or("it does not describe its rows")?;
+        // A changed number of a group's rows would drop documents without a word.
+        let held: i128 = groups.iter().map(|group| i128::from(group.rows)).sum();
+        if held != i128::from(rows) {
+            return Err(format!(
+                "its groups hold {held} rows of the {rows} it describes; copy or make it again"
+            ));
+        }
+        Ok(Self { columns, groups })
     }
 }
 
