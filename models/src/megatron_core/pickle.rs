@@ -6,7 +6,7 @@
 //!
 //! Why not `candle_core::pickle` (0.11.1): it does not read protocol 4, in which torch writes a
 //! checkpoint's `.metadata`; a list that is referred to twice comes out empty the second time;
-//! 200,000 nested lists overflow its stack, and a length of 4 GiB in a small file is a panic.
+//! 200,000 nested lists overflow its stack, and 8 bytes that claim 4 GiB of text abort.
 
 use std::collections::HashMap;
 

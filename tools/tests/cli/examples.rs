@@ -174,7 +174,10 @@ fn every_example_begins_with_its_command_and_is_checked_here() {
 fn run_files_are_taken_as_they_are() {
     let site = site();
     for (name, _) in RUN_FILES {
-        let output = run(&site, &words_of(&format!("pretrain {name} --data-path no-such-data")));
+        // The model that is fine-tuned here has 64 positions.
+        let length = if name.ends_with("fine-tune.toml") { "--seq-length 32" } else { "" };
+        let words = format!("pretrain {name} --data-path no-such-data {length}");
+        let output = run(&site, &words_of(&words));
         let text = stderr(&output);
         assert!(text.contains("error: no-such-data: does not exist"), "{name}: {text}");
     }
@@ -245,9 +248,8 @@ fn the_script_for_slurm_starts_a_rank_a_gpu_and_is_queued_again_after_saving() {
     assert_eq!(sbatch(&script, "ntasks-per-node"), RANKS_OF_EACH.to_string());
     assert_eq!(sbatch(&script, "gpus-per-node"), RANKS_OF_EACH.to_string());
     // Where bash stops reading options, sbatch does, too.
-    let first_command = script.lines().position(|line| !line.starts_with('#') && !line.is_empty());
-    let last_option = script.lines().rposition(|line| line.starts_with("#SBATCH"));
-    assert!(last_option < first_command);
+    let mut rest = script.lines().skip_while(|line| line.starts_with('#') || line.is_empty());
+    assert!(rest.all(|line| !line.starts_with("#SBATCH")));
     assert!(Command::new("bash").arg("-n").arg(project().join(SLURM)).status().unwrap().success());
     let site = site();
     [
