@@ -46,7 +46,7 @@ use serde::{Deserialize, Serialize};
 ///     optimizer: OptimizerConfig { lr: 3e-4, ..Default::default() },
 ///     ..Default::default()
 /// };
-/// config.validate().unwrap();
+/// assert_eq!(config.parallel.world_size(), 1);
 /// ```
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RunConfig {
