@@ -1,5 +1,5 @@
-//! Data parallelism around a candle-nn model, as torch's `DistributedDataParallel`: four ranks learn
-//! y = sin(x), each of its own samples, and hold the same weights at the end.
+//! Data parallelism around a candle-nn model, as torch's `DistributedDataParallel`: four ranks
+//! learn y = sin(x), each of its own samples, and hold the same weights at the end.
 //!
 //!     cargo run --release --example ddp                    # starts four processes itself
 //!     megatron launch --nproc-per-node 2 target/release/examples/ddp

@@ -1,6 +1,6 @@
 //! Models that are not GPT: a layer written in candle between those of a GPT, a pipeline of linear
-//! layers over features. On every layout they train as in one process, and what they declare wrongly
-//! is found.
+//! layers over features. On every layout they train as in one process, and what they declare
+//! wrongly is found.
 
 use std::ops::Range;
 use std::path::Path;

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use megatron::checkpoint;
 use megatron::config::RunConfig;
 use megatron::train::Trainer;
-use models::hf::{CONFIG, ExportOptions, HfConfig, HfModel, copy_companions, export, import};
+use models::hf::{CONFIG, ExportOptions, HfConfig, HfModel, copy_sidecar_files, export, import};
 use system_tests::logits::{LAYOUTS, assert_logits, logits};
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
@@ -178,7 +178,7 @@ fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
             export(&save, &out, &WHOLE).unwrap();
             let again = HfModel::open(&out).unwrap();
             gives(&out, &tokens, &trained, |trainer| again.load_into(&trainer.stage().params));
-            copy_companions(&family(name), &save, true).unwrap();
+            copy_sidecar_files(&family(name), &save, true).unwrap();
         }
     }
 }
@@ -257,11 +257,11 @@ fn import_changes_no_file_that_is_there() {
     let before = files(&model);
     std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap())
         .unwrap();
-    copy_companions(&model, &link, true).unwrap();
+    copy_sidecar_files(&model, &link, true).unwrap();
     assert!(before.iter().all(|(path, bytes)| std::fs::read(path).unwrap() == *bytes));
     // An import that was not finished may be repeated.
     let to = dir.path().join("new");
-    copy_companions(&model, &to, true).unwrap();
+    copy_sidecar_files(&model, &to, true).unwrap();
     import(&model, &to, |_, _| ()).unwrap();
     assert_eq!(std::fs::read(to.join("tokenizer.json")).unwrap(), b"the model's");
 }
@@ -309,7 +309,7 @@ fn a_context_that_was_extended_is_exported_and_the_rest_of_the_config_is_what_it
     for (name, key) in [("llama3-bf16", "max_position_embeddings"), ("bloom", "seq_length")] {
         let dir = tempfile::tempdir().unwrap();
         let save = dir.path().join("checkpoint");
-        copy_companions(&family(name), &save, true).unwrap();
+        copy_sidecar_files(&family(name), &save, true).unwrap();
         let read = |folder: &Path| HfConfig::read(folder).unwrap();
         let original = read(&family(name));
         for (extended, out) in [(false, "short"), (true, "long")] {
@@ -480,7 +480,7 @@ fn a_vocabulary_of_another_size_keeps_its_rows_and_new_ones_are_the_same_on_ever
                     trainer.save(&dir.path().join("checkpoint"))
                 })
                 .unwrap();
-                copy_companions(&family(name), &dir.path().join("checkpoint"), true).unwrap();
+                copy_sidecar_files(&family(name), &dir.path().join("checkpoint"), true).unwrap();
                 export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
                 let exported = HfConfig::read(&dir.path().join("hf")).unwrap();
                 assert_eq!(exported.model.vocab_size, vocab_size);
@@ -534,7 +534,7 @@ fn another_base_and_another_context_are_in_the_exported_config_and_the_rest_is_w
         config.model.rotary_base = 2.5e6;
         let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
         on_ranks(1, |world| trainer(&config, world, &data)?.save(save.path())).unwrap();
-        copy_companions(&model, save.path(), true).unwrap();
+        copy_sidecar_files(&model, save.path(), true).unwrap();
         let out = save.path().join("out");
         export(save.path(), &out, &WHOLE).unwrap();
         let exported = HfConfig::read(&out).unwrap();

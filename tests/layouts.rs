@@ -106,7 +106,8 @@ fn held(config: &RunConfig) -> Vec<(usize, [f64; 4])> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let ranks = on_ranks(config.parallel.world_size(), |world| {
         let trainer = trainer(config, world, &data)?;
-        let bytes: Vec<f64> = trainer.kept().into_iter().map(|(_, bytes)| bytes as f64).collect();
+        let bytes: Vec<f64> =
+            trainer.memory_by_use().into_iter().map(|(_, bytes)| bytes as f64).collect();
         Ok((trainer.groups().pp.rank(), bytes.try_into().unwrap()))
     });
     ranks.unwrap()
@@ -192,7 +193,7 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
         for (dp, cp, tp, pp) in
             [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 2), (2, 2, 1, 1), (2, 1, 2, 2)]
         {
-            for (precision, sharded, filed) in [
+            for (precision, sharded, file_backed) in [
                 (Precision::Fp32, false, false),
                 (Precision::Fp32, true, true),
                 (Precision::Bf16, true, false),
@@ -203,7 +204,7 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
                 config.training.precision = precision;
                 config.parallel.use_distributed_optimizer = sharded;
                 config.parallel.sequence_parallel = tp > 1;
-                if filed {
+                if file_backed {
                     config.optimizer.offload = OptimizerOffload::Nvme(folder.path().into());
                 }
                 let what = format!("{style:?} {precision} {dp}·{cp}·{tp}·{pp}");

@@ -50,17 +50,17 @@ fn state_in_files_changes_no_bit() {
             config.parallel.use_distributed_optimizer = zero;
             let what =
                 format!("{} {:?} {dp}·{tp}·{pp}", config.training.precision, config.optimizer.kind);
-            let (kept, filed) =
+            let (kept, file_backed) =
                 (train(&config, STEPS).unwrap(), train(&offloaded(config.clone()), STEPS).unwrap());
-            let skipped = filed.grad_norms.iter().filter(|norm| !norm.is_finite()).count();
+            let skipped = file_backed.grad_norms.iter().filter(|norm| !norm.is_finite()).count();
             let expected = if matches!(config.training.precision, Precision::Fp16(_)) {
                 1..STEPS
             } else {
                 0..1
             };
             assert!(expected.contains(&skipped), "{what}: {skipped} steps were skipped");
-            assert_eq!(filed.losses, kept.losses, "{what}");
-            assert!(filed.last == kept.last, "{what}: final state");
+            assert_eq!(file_backed.losses, kept.losses, "{what}");
+            assert!(file_backed.last == kept.last, "{what}: final state");
         }
     }
 }

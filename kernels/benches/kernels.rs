@@ -1,7 +1,7 @@
 //! Time of every kernel at the shapes of a GPT-2-small layer (512 tokens × 4 samples, 768 wide),
 //! f32.
 //!
-//! `cargo bench -p kernels` on all threads; `RAYON_NUM_THREADS=1 cargo bench -p kernels -- linear`
+//! `cargo bench -p megatron-kernels` on all threads; `RAYON_NUM_THREADS=1 cargo bench -p megatron-kernels -- linear`
 //! for one kernel on one.
 
 use candle_core::{DType, Device, Tensor};

@@ -16,7 +16,7 @@ use megatron::tensor_parallel::{
     AttentionSpec, BlockSpec, Embedding, Head, Input, Layer, MlpSpec, NormSpec, Output,
     TransformerLayer, VocabSpec,
 };
-use megatron::train::{Ends, LayerKept, ModelBuilder};
+use megatron::train::{Ends, ModelBuilder, SavedActivations};
 
 /// Builds the chunks of a GPT.
 pub struct Gpt {
@@ -196,7 +196,7 @@ impl ModelBuilder for Gpt {
         // What a CPU never keeps counts as well: it is room for the operands of weight gradients
         // that are delayed.
         let activated = if selective { 0 } else { f / tp };
-        let activations = self.kept().all as usize + activated;
+        let activations = self.saved_activations().all as usize + activated;
         // Gradients of the four products, and their inputs: whole where the stream is cut along the
         // sequence.
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
@@ -218,7 +218,7 @@ impl ModelBuilder for Gpt {
         ((0..c.num_layers).map(layer).collect(), head)
     }
 
-    fn kept(&self) -> LayerKept {
+    fn saved_activations(&self) -> SavedActivations {
         let c = &self.config;
         let (h, d, tp) = (c.hidden_size, c.head_dim, self.block.attention.tp);
         let (q, kv) = (c.num_attention_heads * d, c.num_query_groups * d);
@@ -227,7 +227,7 @@ impl ModelBuilder for Gpt {
         let attention = if self.recompute == Recompute::Selective { 0 } else { q };
         // The stream and what was normalized of it, twice; QKV, attention, what the activation
         // function is applied to.
-        LayerKept {
+        SavedActivations {
             all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64,
             input: input as u64,
         }

@@ -11,7 +11,7 @@ use megatron::{Error, Result};
 
 use crate::Gpt;
 use crate::bounds::bounded;
-use crate::hf::{COMPANIONS, ORIGIN_CONFIG};
+use crate::hf::{ORIGIN_CONFIG, SIDECAR_FILES};
 
 /// More ranks are taken for a mistake.
 const MOST_RANKS: usize = 1 << 16;
@@ -103,8 +103,8 @@ impl SavedGpt {
         let layout = Layout::new(parallel, &model)?;
         let ranks = (0..layout.world_size()).map(|rank| layout.written(rank)).collect();
         let state = with_parallel(&self.manifest.state, parallel)?;
-        let companions: Vec<&str> = COMPANIONS.into_iter().chain([ORIGIN_CONFIG]).collect();
-        checkpoint::reshard(&self.manifest, dir, &state, ranks, &companions, progress)
+        let sidecars: Vec<&str> = SIDECAR_FILES.into_iter().chain([ORIGIN_CONFIG]).collect();
+        checkpoint::reshard(&self.manifest, dir, &state, ranks, &sidecars, progress)
     }
 
     /// The tensor parallel sizes that cut the model evenly.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use megatron::data::Cuts;
+use megatron::data::SplitPoints;
 
 use crate::cli::run_file;
 use crate::commands::preprocess::documents::Pieces;
@@ -20,7 +20,7 @@ pub fn run_file(path: &Path) {
 pub fn documents(path: &Path) {
     let keys = ["text".to_string()];
     let Ok(input) = Input::new(path) else { return };
-    for piece in Pieces::new([input], &keys, Cuts::anywhere()).take(MOST) {
+    for piece in Pieces::new([input], &keys, SplitPoints::anywhere()).take(MOST) {
         let Ok(piece) = piece else { return };
         let _ = piece.texts(&keys);
     }

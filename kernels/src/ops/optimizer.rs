@@ -104,9 +104,9 @@ impl Segment {
 /// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long,
 /// contiguous, in four storages. Where `weight` is given, in a storage of its own and of any float
 /// dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and bf16 `weight` are
-/// the [`remainders`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may each
-/// be bf16: then `m` is rounded to the nearest, and `v` stochastically ([`StochasticRounding`]);
-/// the step itself goes by what they were before they were rounded.
+/// the [`remainders`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may
+/// each be bf16: then `m` is rounded to the nearest, and `v` stochastically
+/// ([`StochasticRounding`]); the step itself goes by what they were before they were rounded.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.

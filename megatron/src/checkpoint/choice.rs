@@ -5,7 +5,9 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::folder::{POINTER, beside, iterations, latest, locate, resumable, same_folder};
+use super::folder::{
+    POINTER, checkpoints_folder, iterations, latest, locate, resumable, same_folder,
+};
 use crate::Result;
 use crate::config::{CheckpointConfig, Takes};
 
@@ -40,7 +42,7 @@ pub fn later(config: &CheckpointConfig, path: &Path, iteration: u64) -> Result<O
     let Some(dir) = config.save.as_ref().filter(|_| config.takes != Takes::Weights) else {
         return Ok(None);
     };
-    if !same_folder(&beside(path)?, dir) {
+    if !same_folder(&checkpoints_folder(path)?, dir) {
         return Ok(None);
     }
     let iterations: Vec<u64> =

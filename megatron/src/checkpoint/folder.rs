@@ -228,7 +228,7 @@ pub fn existing(dir: &Path) -> Result<Option<PathBuf>> {
 ///
 /// # Errors
 /// If `path` is not there.
-pub fn beside(path: &Path) -> Result<PathBuf> {
+pub fn checkpoints_folder(path: &Path) -> Result<PathBuf> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(parent) = path.parent().filter(|_| is_iteration(name)) {
         return Ok(if parent.as_os_str().is_empty() {

@@ -15,8 +15,8 @@
 //! A checkpoint appears whole or not at all ([`save`]): everything is written to
 //! `DIR/.iter_0000100.tmp`, synced, and renamed; the pointer moves last. It may be written while
 //! training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that
-//! names it. One run at a time may save into a folder ([`claim`]), and older checkpoints may go
-//! when a newer one is there ([`remove_old`]).
+//! names it. One run at a time may save into a folder ([`lock_folder`]), and older checkpoints may
+//! go when a newer one is there ([`remove_old`]).
 
 #[cfg(target_endian = "big")]
 compile_error!(
@@ -26,9 +26,8 @@ compile_error!(
 mod background;
 mod block;
 mod choice;
-mod claim;
-mod companions;
 mod folder;
+mod folder_lock;
 mod foreign;
 mod load;
 mod manifest;
@@ -37,6 +36,7 @@ mod reshard;
 mod retention;
 mod save;
 mod shard_file;
+mod sidecar_files;
 mod stream;
 #[cfg(test)]
 mod tests;
@@ -44,12 +44,11 @@ mod values;
 
 pub use background::{Saving, begin};
 pub use choice::{Later, last_save, later, to_load};
-pub use claim::{Claim, claim};
-pub use companions::Companions;
 pub use folder::{
-    Latest, beside, existing, holds_any, iteration_dir, iterations, latest, locate, resumable,
-    same_folder,
+    Latest, checkpoints_folder, existing, holds_any, iteration_dir, iterations, latest, locate,
+    resumable, same_folder,
 };
+pub use folder_lock::{FolderLock, lock_folder};
 pub use foreign::Found;
 pub use load::{load, verify};
 pub use manifest::{Chunk, FORMAT_VERSION, Manifest, TensorEntry};
@@ -57,5 +56,6 @@ pub use reshard::reshard;
 pub use retention::remove_old;
 pub use save::save;
 pub use shard_file::{SafetensorsWriter, ShardFile};
+pub use sidecar_files::SidecarFiles;
 pub use stream::StreamWriter;
 pub use values::Float;

@@ -16,14 +16,14 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use super::block::{Block, blocks};
-use super::claim::claim_alone;
-use super::companions::Companions;
-use super::folder::{Names, beside, refuse_checkpoint};
+use super::folder::{Names, checkpoints_folder, refuse_checkpoint};
+use super::folder_lock::lock_folder_alone;
 use super::load::read_chunk;
 use super::manifest::{Chunk, Manifest, TensorEntry, difference};
 use super::rank_file::{RankFile, Share, Written};
 use super::save::finish;
 use super::shard_file::{CACHED_BYTES, ShardFile, preamble};
+use super::sidecar_files::SidecarFiles;
 use super::values::copy_run;
 use crate::comm::lock;
 use crate::params::{ParamShare, StateKind};
@@ -39,7 +39,7 @@ const WRITERS: usize = 2;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and
 /// points `dir` at it. The files are those that a run of that layout would save. `state` replaces
-/// the source's. Of the files named `companions`, such as a tokenizer, those that lie beside the
+/// the source's. Of the files named `sidecars`, such as a tokenizer, those that lie beside the
 /// source are copied, too.
 ///
 /// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`]
@@ -47,30 +47,30 @@ const WRITERS: usize = 2;
 /// whether it always did.
 ///
 /// # Errors
-/// If `dir` holds a checkpoint, a run saves there, another file is where a companion goes, `source`
-/// is damaged or lacks a tensor, or the system refuses. Nothing is left then; a killed process
-/// leaves a hidden folder that the next attempt removes.
+/// If `dir` holds a checkpoint, a run saves there, another file is where a sidecar file goes,
+/// `source` is damaged or lacks a tensor, or the system refuses. Nothing is left then; a killed
+/// process leaves a hidden folder that the next attempt removes.
 pub fn reshard(
     source: &Manifest,
     dir: &Path,
     state: &serde_json::Value,
     ranks: Vec<Vec<ParamShare>>,
-    companions: &[&str],
+    sidecars: &[&str],
     progress: &mut dyn FnMut(u64) -> bool,
 ) -> Result<bool> {
     let files = plan(source, ranks)?;
-    let _claim = claim_alone(dir)?;
+    let _lock = lock_folder_alone(dir)?;
     refuse_checkpoint(dir)?;
-    let beside = beside(source.folder())?;
-    let companions =
-        Companions::read(companions.iter().map(|name| (beside.join(name), dir.join(name))))?;
-    companions.refuse_to_replace()?;
+    let beside = checkpoints_folder(source.folder())?;
+    let sidecars =
+        SidecarFiles::read(sidecars.iter().map(|name| (beside.join(name), dir.join(name))))?;
+    sidecars.refuse_to_replace()?;
     let names = Names::new(dir, source.iteration);
     names.prepare()?;
     let written = convert(source, &names.temp, files, progress);
     let done = written.and_then(|written| match written {
         Some(written) => {
-            companions.place()?;
+            sidecars.place()?;
             finish(&names, source.iteration, state, written).map(|()| true)
         }
         None => Ok(false),

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::claim::{Claim, claim_alone};
 use super::folder::{Names, refuse_checkpoint};
+use super::folder_lock::{FolderLock, lock_folder_alone};
 use super::manifest::{Chunk, FORMAT_VERSION, MANIFEST, Manifest, TensorEntry};
 use super::rank_file::CHUNK_ELEMENTS;
 use super::shard_file::{SafetensorsWriter, write_synced};
@@ -17,7 +17,7 @@ const FILE: &str = "rank_00000.safetensors";
 
 /// A checkpoint in the making. Dropped before [`StreamWriter::finish`], it leaves nothing behind.
 pub struct StreamWriter {
-    _claim: Claim,
+    _lock: FolderLock,
     names: Names,
     iteration: u64,
     tensors: Vec<TensorEntry>,
@@ -47,10 +47,10 @@ impl StreamWriter {
             chunks: Vec::new(),
         };
         let tensors: Vec<TensorEntry> = tensors.into_iter().map(entry).collect();
-        let claim = claim_alone(dir)?;
+        let lock = lock_folder_alone(dir)?;
         refuse_checkpoint(dir)?;
         names.prepare()?;
-        let mut writer = Self { _claim: claim, names, iteration, tensors, written: 0, out: None };
+        let mut writer = Self { _lock: lock, names, iteration, tensors, written: 0, out: None };
         let keys: Vec<String> = writer.tensors.iter().map(key).collect();
         let stored = keys
             .iter()

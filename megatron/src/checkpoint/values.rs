@@ -159,7 +159,7 @@ pub(super) fn read_bytes(
                     "internal error: half of a tensor's values was to be saved",
                 ));
             }
-            Elements::Filed(filed) => f(&filed.read_bytes(&part)?)?,
+            Elements::FileBacked(file_backed) => f(&file_backed.read_bytes(&part)?)?,
         }
     }
     Ok(())
@@ -242,14 +242,14 @@ pub(super) fn write_shared(
             let lows = low.as_ref().zip(low_host.as_ref());
             lows.map_or(Ok(()), |(low, host)| put_back(low, host, hull.start))
         }
-        Elements::Filed(filed) => {
-            let (to, mut done) = (float_of(filed.dtype())?, Ok(()));
+        Elements::FileBacked(file_backed) => {
+            let (to, mut done) = (float_of(file_backed.dtype())?, Ok(()));
             let mut bytes = Vec::new();
             for_each_run(pairs, 0, |run| {
                 bytes.resize(run.len * to.size(), 0);
                 copy_run(stored, from, &mut bytes, to, Run { dst: 0, ..run });
                 if done.is_ok() {
-                    done = filed.write_bytes(run.dst, &bytes);
+                    done = file_backed.write_bytes(run.dst, &bytes);
                 }
             });
             done
@@ -340,7 +340,9 @@ pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
                 low.as_ref().map_or(usize::MAX, Tensor::elem_count).min(high.elem_count());
             (Float::F32, elements, [Some(high), low.as_ref()])
         }
-        Elements::Filed(filed) => (stored(filed.dtype())?, filed.len(), [None, None]),
+        Elements::FileBacked(file_backed) => {
+            (stored(file_backed.dtype())?, file_backed.len(), [None, None])
+        }
     };
     for tensor in tensors.into_iter().flatten() {
         if tensor.rank() != 1 || !tensor.is_contiguous() {

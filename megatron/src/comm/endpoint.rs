@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::CommOptions;
 use super::inbox::{Inbox, Key, Look, Loss};
-use super::local::{Arena, Side};
+use super::local::{Arena, RingPosition};
 use super::message::{Header, Message, Payload};
 
 /// How often a wait looks whether its peer still lives and whether the run is over.
@@ -168,22 +168,22 @@ impl Endpoint {
 
     /// Looks for a moment whether it is `ready`, before a wait that may sleep.
     pub fn look(&self, ready: impl Fn() -> bool) -> bool {
-        Side::spin(self.link.alone(), ready)
+        RingPosition::spin(self.link.alone(), ready)
     }
 
-    /// Waits until world rank `src` has brought about `ready` by moving `side` on. `deadline` is
-    /// asked again at every tick.
+    /// Waits until world rank `src` has brought about `ready` by moving `position` on. `deadline`
+    /// is asked again at every tick.
     pub fn wait_until(
         &self,
         src: usize,
-        side: &Side,
+        position: &RingPosition,
         ready: impl Fn() -> bool,
         deadline: impl Fn() -> Instant,
     ) -> Result<(), Failure> {
         loop {
             self.link.awaits(src);
             let patience = deadline().saturating_duration_since(Instant::now()).min(TICK);
-            if side.wait(patience, &ready) {
+            if position.wait(patience, &ready) {
                 self.link.awaits_nobody();
                 return Ok(());
             }

@@ -164,8 +164,8 @@ impl Header {
 
     /// The header as it lies in shared memory: written and compared by words, since bytes that were
     /// just written cannot be read as wider registers without a wait.
-    pub fn words(&self) -> Words {
-        let mut words = Words::default();
+    pub fn words(&self) -> HeaderWords {
+        let mut words = HeaderWords::default();
         words
             .iter_mut()
             .zip(self.encode().as_chunks().0)
@@ -177,7 +177,7 @@ impl Header {
     ///
     /// # Errors
     /// If they are none.
-    pub fn from_words(words: &Words) -> Result<Self> {
+    pub fn from_words(words: &HeaderWords) -> Result<Self> {
         let mut bytes = [0; Self::BYTES];
         bytes
             .chunks_exact_mut(8)
@@ -214,7 +214,7 @@ impl Header {
 
 /// An encoded header by words; the last is the length of the payload, the others are the same for
 /// all parts of a call.
-pub(crate) type Words = [u64; Header::BYTES / 8];
+pub(crate) type HeaderWords = [u64; Header::BYTES / 8];
 
 /// A received message.
 #[derive(Debug)]

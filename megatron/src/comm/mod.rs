@@ -13,7 +13,8 @@
 //! staging                tensors on GPUs, over these
 //! nccl                   tensors on GPUs, by NCCL; beside one of these (feature `nccl`)
 //! rendezvous             how ranks find each other; init() makes a world
-//! secret, lobby          who is of the run, and what strangers may cost it
+//! secret                 who is of the run
+//! pending_connections    what strangers may cost it
 //! ```
 
 mod collectives;
@@ -24,13 +25,13 @@ mod executor;
 pub mod fuzz;
 mod group;
 mod inbox;
-mod lobby;
 mod local;
 mod message;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod operands;
 mod options;
+mod pending_connections;
 mod reduce;
 pub mod rendezvous;
 mod secret;

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use super::CommOptions;
 use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Inbox, Loss, lock};
-use super::lobby::{Lobby, Standing, Timed};
 use super::message::{Header, Message, Payload};
+use super::pending_connections::{PeerState, PendingConnections, Timed};
 use super::rendezvous::{Member, connect_once, is_loopback};
 use super::secret::{self, Secret, introduce};
 use crate::text::printable;
@@ -162,7 +162,7 @@ fn answer(
     deadline: Instant,
 ) -> Result<()> {
     let (start, size, rank) = (Instant::now(), streams.len(), me.rank);
-    let lobby = Arc::new(Lobby::new(size));
+    let pending = Arc::new(PendingConnections::new(size));
     let missing = |streams: &[Option<TcpStream>]| -> Vec<usize> {
         (rank + 1..size).filter(|peer| streams[*peer].is_none()).collect()
     };
@@ -170,20 +170,20 @@ fn answer(
     while !missing(streams).is_empty() {
         let mut patience = Duration::from_millis(1);
         // Why the system gave out no connection, or could not have its caller heard.
-        let accepted = accept().and_then(|stream| Ok((lobby.enter(&stream)?, stream)));
+        let accepted = accept().and_then(|stream| Ok((pending.enter(&stream)?, stream)));
         let refusal = match accepted {
             Ok((number, stream)) => {
                 patience = Duration::ZERO;
-                let (met, lobby, me) = (met.clone(), lobby.clone(), me.clone());
+                let (met, pending, me) = (met.clone(), pending.clone(), me.clone());
                 // By itself, so that who falls silent amid its introduction holds up nobody else.
                 // Ends by the deadline.
                 let greeting =
                     std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
                         // Strangers are sent away; a rank that was cut off tries again.
                         let peer = meet(&me, &stream, size, deadline, || {
-                            lobby.heard(number, Standing::Introduced)
+                            pending.heard(number, PeerState::Introduced)
                         });
-                        lobby.leave(number);
+                        pending.leave(number);
                         if let Ok(peer) = peer {
                             // Not wanted any more once all are there.
                             let _ = met.send((peer, stream));
@@ -211,7 +211,7 @@ fn answer(
         }
     }
     // Strangers that still have not said who they are.
-    lobby.clear();
+    pending.clear();
     Ok(())
 }
 

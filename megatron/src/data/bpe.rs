@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn only_words_that_are_too_long_are_cut() {
-        let usual = "Words, 12345 of them.  ".repeat(LONGEST_WORD);
+        let usual = "PretokenizerCache, 12345 of them.  ".repeat(LONGEST_WORD);
         assert_eq!(without_long_words(usual.clone()), [usual]);
         let long = "é".repeat(2 * LONGEST_WORD + 3);
         let pieces = without_long_words(format!("before {long} behind"));

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::beside::object;
 use super::tokenizer::END_OF_TEXT;
+use super::tokenizer_config::object;
 use crate::{Error, Result};
 
 /// The `tokenizer.json` that says what `vocab.json` and `merges.txt` say. Its `<|endoftext|>`, if
@@ -25,15 +25,14 @@ pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
             "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json",
         ));
     }
-    let text =
-        crate::files::read_text(merges, super::beside::MAX_FILE_BYTES).map_err(
-            |error| match error.kind() {
-                std::io::ErrorKind::NotFound => {
-                    Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)")
-                }
-                _ => Error::io("read", merges, error),
-            },
-        )?;
+    let text = crate::files::read_text(merges, super::tokenizer_config::MAX_FILE_BYTES).map_err(
+        |error| match error.kind() {
+            std::io::ErrorKind::NotFound => {
+                Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)")
+            }
+            _ => Error::io("read", merges, error),
+        },
+    )?;
     let lines = text
         .lines()
         .enumerate()

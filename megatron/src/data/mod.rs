@@ -7,13 +7,11 @@
 //! Everything is a function of (files, seed, consumed samples), so there is no state to save and
 //! any rank can be asked for any sample.
 
-mod added;
-mod beside;
+mod added_tokens;
 mod blend;
 mod bpe;
 mod cache;
 mod checksums;
-pub mod cuts;
 mod cyclic;
 mod documents;
 #[doc(hidden)]
@@ -28,23 +26,24 @@ mod mt19937;
 mod named;
 pub mod parts;
 mod paths;
+mod pretokenizer_cache;
 pub mod sampler;
 pub mod source;
 pub mod split;
+pub mod split_points;
 mod splits;
 #[cfg(test)]
 mod tests;
 pub mod text;
 pub mod tokenize;
 pub mod tokenizer;
-mod words;
+mod tokenizer_config;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 
 pub use blend::Blend;
 pub use cache::unfinished;
-pub use cuts::Cuts;
 pub use cyclic::Cyclic;
 pub use documents::{DocumentEnds, Documents};
 pub use gpt_dataset::GptDataset;
@@ -55,6 +54,7 @@ pub use parts::{Part, Parts};
 pub use sampler::{GlobalBatch, Loader, MicroBatch};
 pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, split_sequences};
+pub use split_points::SplitPoints;
 pub use splits::SampleCounts;
 pub use text::Corpus;
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};

@@ -5,7 +5,7 @@ use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::cuts::Cuts;
+use super::split_points::SplitPoints;
 use super::text::Paragraphs;
 use crate::Result;
 
@@ -42,7 +42,7 @@ impl Part {
 /// Where a document cannot be cut, it is one part, in memory as a whole.
 pub struct Parts {
     paragraphs: Paragraphs,
-    cuts: Arc<Cuts>,
+    split_points: Arc<SplitPoints>,
     /// Read, but not yet given.
     held: String,
     /// Where paragraphs end in it.
@@ -54,14 +54,18 @@ pub struct Parts {
 
 impl Parts {
     /// Of what `reader` gives; `path` is what errors name.
-    pub fn new(path: &Path, reader: Box<dyn BufRead + Send>, cuts: Arc<Cuts>) -> Self {
-        Self::of(Paragraphs::new(path, reader), cuts)
+    pub fn new(
+        path: &Path,
+        reader: Box<dyn BufRead + Send>,
+        split_points: Arc<SplitPoints>,
+    ) -> Self {
+        Self::of(Paragraphs::new(path, reader), split_points)
     }
 
-    pub(super) fn of(paragraphs: Paragraphs, cuts: Arc<Cuts>) -> Self {
+    pub(super) fn of(paragraphs: Paragraphs, split_points: Arc<SplitPoints>) -> Self {
         Self {
             paragraphs,
-            cuts,
+            split_points,
             held: String::new(),
             ends: VecDeque::new(),
             all_read: false,
@@ -75,7 +79,7 @@ impl Parts {
     /// # Errors
     /// If the text cannot be read or is not UTF-8.
     pub fn read(&mut self) -> Result<Option<Part>> {
-        if self.cuts.never() {
+        if self.split_points.never() {
             while !self.all_read {
                 self.read_paragraph()?;
             }
@@ -84,7 +88,10 @@ impl Parts {
         }
         loop {
             while !self.all_read
-                && self.ends.front().is_none_or(|end| self.held.len() < end + self.cuts.ahead())
+                && self
+                    .ends
+                    .front()
+                    .is_none_or(|end| self.held.len() < end + self.split_points.ahead())
             {
                 self.read_paragraph()?;
             }
@@ -126,7 +133,7 @@ impl Parts {
         let places = (blank..=end).rev().chain(end + 1..limit);
         places
             .filter(|&at| text.is_char_boundary(at))
-            .find(|&at| self.cuts.allow(text, at, self.all_read))
+            .find(|&at| self.split_points.allow(text, at, self.all_read))
     }
 
     fn take(&mut self, at: usize, last: bool) -> Option<Part> {
@@ -141,7 +148,7 @@ impl Parts {
             is_behind
         });
         let first = std::mem::take(&mut self.first);
-        let before = self.before.filter(|_| self.cuts.overlap());
+        let before = self.before.filter(|_| self.split_points.overlap());
         self.before = text.chars().next_back();
         Some(Part { text, before, ends: Vec::new(), first, last })
     }

@@ -29,8 +29,8 @@ pub trait SampleSource: Send + Sync {
         Ok(())
     }
 
-    /// Tensors of sample `index` beside its tokens, by name: `[…]` each, on the CPU, of equal names,
-    /// shapes and dtypes for all samples. Every rank of a replica gets them whole.
+    /// Tensors of sample `index` beside its tokens, by name: `[…]` each, on the CPU, of equal
+    /// names, shapes and dtypes for all samples. Every rank of a replica gets them whole.
     fn named(&self, _index: u64) -> Result<Vec<(String, Tensor)>> {
         Ok(Vec::new())
     }

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::cache::KeyHasher;
-use super::cuts::Cuts;
 use super::parts::{Part, Parts};
+use super::split_points::SplitPoints;
 use crate::{Error, Result};
 
 /// Extensions that are taken for text within folders: prose, then code, then settings. A file named
@@ -143,10 +143,10 @@ impl Corpus {
 
     /// Every part of every document, in order; an error at the end if the text is no longer what
     /// was scanned.
-    pub fn parts(&self, cuts: Arc<Cuts>) -> CorpusParts<'_> {
+    pub fn parts(&self, split_points: Arc<SplitPoints>) -> CorpusParts<'_> {
         CorpusParts {
             corpus: self,
-            cuts,
+            split_points,
             next_file: 0,
             current: None,
             hasher: KeyHasher::default(),
@@ -159,7 +159,7 @@ impl Corpus {
 /// Iterator over the parts of a corpus.
 pub struct CorpusParts<'a> {
     corpus: &'a Corpus,
-    cuts: Arc<Cuts>,
+    split_points: Arc<SplitPoints>,
     next_file: usize,
     current: Option<Parts>,
     hasher: KeyHasher,
@@ -183,7 +183,7 @@ impl CorpusParts<'_> {
             }
             let Some(file) = self.corpus.files.get(self.next_file) else { break };
             self.next_file += 1;
-            self.current = Some(Parts::of(Paragraphs::open(file)?, self.cuts.clone()));
+            self.current = Some(Parts::of(Paragraphs::open(file)?, self.split_points.clone()));
         }
         if std::mem::take(&mut self.hasher).finish() != self.corpus.key {
             return Err(changed(&self.corpus.path));

@@ -48,7 +48,7 @@ fn build(corpus: &Corpus, tokenizer: &Tokenizer, prefix: &Path) -> Result<()> {
         IndexedWriter::create(prefix, TokenType::for_vocabulary(tokenizer.vocab_size()))?;
     let mut batch: Vec<Part> = Vec::new();
     let mut batch_bytes = 0;
-    for part in corpus.parts(Arc::new(tokenizer.cuts())) {
+    for part in corpus.parts(Arc::new(tokenizer.split_points())) {
         let part = part?;
         batch_bytes += part.text.len();
         batch.push(part);

@@ -11,14 +11,14 @@ use std::sync::Arc;
 
 use tokenizers::{Encoding, Token};
 
-use super::added::added;
-use super::beside::{self, ADDED_TOKENS, Beside, CONFIG_FILE};
+use super::added_tokens::added_tokens;
 use super::bpe::train_bpe;
 use super::cache::{AtomicFile, KeyHasher, open_or_build};
-use super::cuts::{Cuts, steps};
 use super::gpt2;
+use super::pretokenizer_cache::PretokenizerCache;
+use super::split_points::{SplitPoints, steps};
 use super::text::Corpus;
-use super::words::Words;
+use super::tokenizer_config::{self, ADDED_TOKENS, CONFIG_FILE, TokenizerConfig};
 use crate::config::TokenizerOptions;
 use crate::files::could_be_of_the_hub;
 use crate::{Error, Result};
@@ -60,7 +60,7 @@ enum Kind {
     Numbers,
     HuggingFace {
         inner: Arc<tokenizers::Tokenizer>,
-        words: Option<Arc<Words>>,
+        words: Option<Arc<PretokenizerCache>>,
         json: Arc<[u8]>,
         /// What the files beside it called the end of a document.
         declared: Option<String>,
@@ -104,7 +104,7 @@ impl Tokenizer {
             return Self::from_json(
                 vocab,
                 gpt2::tokenizer_json(vocab, merges)?,
-                &Beside::default(),
+                &TokenizerConfig::default(),
                 options,
             );
         }
@@ -183,7 +183,7 @@ impl Tokenizer {
         };
         let mut tokenizer = open_or_build(cache_dir, &[&path], open, || {
             let mut file = AtomicFile::create(&path)?;
-            let parts = corpus.parts(Arc::new(Cuts::between_words()));
+            let parts = corpus.parts(Arc::new(SplitPoints::between_words()));
             file.write(train_bpe(size, parts.map(|part| part.map(|part| part.text)))?.as_bytes())?;
             file.commit()
         })?;
@@ -216,10 +216,10 @@ impl Tokenizer {
 
     fn hugging_face(given: &Path, options: &TokenizerOptions) -> Result<Self> {
         let path = if given.is_dir() { given.join(TOKENIZER_FILE) } else { given.to_path_buf() };
-        if let Some(why) = beside::other_kind(given) {
+        if let Some(why) = tokenizer_config::other_kind(given) {
             return Err(Error::data(given, why));
         }
-        let bytes = crate::files::read(&path, beside::MAX_FILE_BYTES).map_err(|error| match error.kind() {
+        let bytes = crate::files::read(&path, tokenizer_config::MAX_FILE_BYTES).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
                 let mut message =
                     "does not exist; a tokenizer is `byte`, `train:VOCAB`, or the path of a Hugging Face tokenizer.json".to_owned();
@@ -230,13 +230,13 @@ impl Tokenizer {
             }
             _ => Error::io("read the tokenizer", &path, error),
         })?;
-        Self::from_json(&path, bytes, &Beside::read(&path)?, options)
+        Self::from_json(&path, bytes, &TokenizerConfig::read(&path)?, options)
     }
 
     fn from_json(
         path: &Path,
         bytes: Vec<u8>,
-        beside: &Beside,
+        beside: &TokenizerConfig,
         options: &TokenizerOptions,
     ) -> Result<Self> {
         let unusable = |error: &dyn std::fmt::Display| {
@@ -273,7 +273,7 @@ impl Tokenizer {
         key.field(&bytes).field(format!("{eod:?} {given:?} {around:?} {literal}").as_bytes());
         Ok(Self {
             kind: Kind::HuggingFace {
-                words: Words::of(&inner).map(Arc::new),
+                words: PretokenizerCache::of(&inner).map(Arc::new),
                 inner: Arc::new(inner),
                 json: bytes.into(),
                 declared: beside.eos.clone(),
@@ -355,7 +355,7 @@ impl Tokenizer {
         }
         // Another tokenizer's, or none. What else it says, such as how a chat is written, stays.
         let path = path.with_file_name(CONFIG_FILE);
-        let mut config = beside::object(&path).unwrap_or_default();
+        let mut config = tokenizer_config::object(&path).unwrap_or_default();
         let end = declared.clone().or_else(|| inner.id_to_token(self.eod?));
         config.insert("eos_token".into(), end.into());
         match declared_literal {
@@ -363,7 +363,7 @@ impl Tokenizer {
             false => drop(config.remove("split_special_tokens")),
         }
         // With them, no other file beside is asked.
-        config.insert(ADDED_TOKENS.into(), beside::listed(added(inner)));
+        config.insert(ADDED_TOKENS.into(), tokenizer_config::listed(added_tokens(inner)));
         let text = serde_json::to_vec_pretty(&config)
             .map_err(|error| Error::data(&path, error.to_string()))?;
         write_whole(&path, &text)
@@ -393,7 +393,7 @@ impl Tokenizer {
         match &self.kind {
             Kind::Byte | Kind::Numbers => false,
             Kind::HuggingFace { json, .. } => {
-                crate::files::read(&dir.join(TOKENIZER_FILE), beside::MAX_FILE_BYTES)
+                crate::files::read(&dir.join(TOKENIZER_FILE), tokenizer_config::MAX_FILE_BYTES)
                     .is_ok_and(|there| there[..] == json[..])
             }
         }

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::tensor::transfer::{Mark, fetch, mark, put, room};
 
 use crate::config::OptimizerOffload;
-use crate::params::{Elements, Filed, copy_on_host};
+use crate::params::{Elements, FileBacked, copy_on_host};
 use crate::{Error, Result};
 
 /// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches
@@ -25,20 +25,20 @@ const PARTS_AHEAD: usize = 16;
 /// Optimizer state of one bucket, over the range of it that this rank steps.
 pub(super) struct BucketState {
     pub range: Range<usize>,
-    kept: Kept,
+    storage: Storage,
 }
 
 /// The values of each element of the range: Adam's first and second moment, or SGD's momentum.
-enum Kept {
+enum Storage {
     /// Where the parameters are.
-    Here(Vec<Tensor>),
-    Away(Vec<Away>),
+    OnDevice(Vec<Tensor>),
+    Offloaded(Vec<Offloaded>),
 }
 
 /// Values that come to the parameters' device a part at a time.
-enum Away {
+enum Offloaded {
     Host(Tensor),
-    File(Filed),
+    File(FileBacked),
 }
 
 /// Changes what is kept of a part of a bucket.
@@ -68,38 +68,38 @@ impl BucketState {
             };
             dtypes.iter().map(zeros).collect::<Result<Vec<_>>>()
         };
-        let filed = match offload {
+        let file_backed = match offload {
             OptimizerOffload::Nvme(folder) => {
                 let parts = ranges
                     .iter()
                     .flat_map(|range| dtypes.iter().map(|&dtype| (range.len(), dtype)));
-                Filed::zeros(folder, &parts.collect::<Vec<_>>())?
+                FileBacked::zeros(folder, &parts.collect::<Vec<_>>())?
             }
             OptimizerOffload::None | OptimizerOffload::Cpu => Vec::new(),
         };
-        let mut filed = filed.into_iter().map(Away::File);
+        let mut file_backed = file_backed.into_iter().map(Offloaded::File);
         let state = |range| {
-            let kept = match offload {
-                OptimizerOffload::None => Kept::Here(zeros(&range, device)?),
-                OptimizerOffload::Cpu => {
-                    Kept::Away(zeros(&range, &Device::Cpu)?.into_iter().map(Away::Host).collect())
-                }
+            let storage = match offload {
+                OptimizerOffload::None => Storage::OnDevice(zeros(&range, device)?),
+                OptimizerOffload::Cpu => Storage::Offloaded(
+                    zeros(&range, &Device::Cpu)?.into_iter().map(Offloaded::Host).collect(),
+                ),
                 OptimizerOffload::Nvme(_) => {
-                    Kept::Away(filed.by_ref().take(dtypes.len()).collect())
+                    Storage::Offloaded(file_backed.by_ref().take(dtypes.len()).collect())
                 }
             };
-            Ok(Self { range, kept })
+            Ok(Self { range, storage })
         };
         ranges.into_iter().map(state).collect()
     }
 
     /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
-        match &self.kept {
-            Kept::Here(kept) => {
-                kept.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
+        match &self.storage {
+            Storage::OnDevice(values) => {
+                values.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
             }
-            Kept::Away(_) => 0,
+            Storage::Offloaded(_) => 0,
         }
     }
 
@@ -112,13 +112,13 @@ impl BucketState {
             part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
         let none =
             || Error::config(format!("internal error: optimizer state has no value {which}"));
-        match &self.kept {
-            Kept::Here(kept) => {
-                narrowed(kept.get(which).ok_or_else(none)?, &part).map(Elements::from)
+        match &self.storage {
+            Storage::OnDevice(values) => {
+                narrowed(values.get(which).ok_or_else(none)?, &part).map(Elements::from)
             }
-            Kept::Away(away) => match away.get(which).ok_or_else(none)? {
-                Away::Host(tensor) => narrowed(tensor, &part).map(Elements::from),
-                Away::File(filed) => filed.narrow(&part).map(Elements::from),
+            Storage::Offloaded(offloaded) => match offloaded.get(which).ok_or_else(none)? {
+                Offloaded::Host(tensor) => narrowed(tensor, &part).map(Elements::from),
+                Offloaded::File(file_backed) => file_backed.narrow(&part).map(Elements::from),
             },
         }
     }
@@ -130,53 +130,59 @@ impl BucketState {
     /// # Errors
     /// What `step` returns, or if what is kept cannot be read, written or copied.
     pub fn change(&self, device: &Device, step: &mut Step) -> Result<()> {
-        let away = match &self.kept {
-            Kept::Here(kept) => return step(&self.range, kept),
-            Kept::Away(away) => away,
+        let offloaded = match &self.storage {
+            Storage::OnDevice(values) => return step(&self.range, values),
+            Storage::Offloaded(offloaded) => offloaded,
         };
         let first = self.range.start;
         let mut step = |part: &Range<usize>, here: &[Tensor]| {
             step(&(first + part.start..first + part.end), here)
         };
         if mark(device)?.is_some() {
-            self.change_on_gpu(device, away, &mut step)
+            self.change_on_gpu(device, offloaded, &mut step)
         } else {
-            self.change_on_cpu(away, &mut step)
+            self.change_on_cpu(offloaded, &mut step)
         }
     }
 
-    fn change_on_cpu(&self, away: &[Away], step: &mut Step) -> Result<()> {
-        let places = room_for(away, PART.min(self.range.len()), &Device::Cpu)?;
-        away.iter().for_each(|kept| kept.prefetch(0..PARTS_AHEAD * PART));
+    fn change_on_cpu(&self, offloaded: &[Offloaded], step: &mut Step) -> Result<()> {
+        let places = room_for(offloaded, PART.min(self.range.len()), &Device::Cpu)?;
+        offloaded.iter().for_each(|kept| kept.prefetch(0..PARTS_AHEAD * PART));
         for part in parts(self.range.len(), PART) {
             let here = first_of(&places, part.len())?;
             let later = part.start + PARTS_AHEAD * PART;
-            for (kept, here) in away.iter().zip(&here) {
+            for (kept, here) in offloaded.iter().zip(&here) {
                 kept.prefetch(later..later + PART);
                 kept.read(&part, here)?;
             }
             step(&part, &here)?;
-            for (kept, here) in away.iter().zip(&here) {
+            for (kept, here) in offloaded.iter().zip(&here) {
                 kept.write(&part, here)?;
             }
         }
         Ok(())
     }
 
-    fn change_on_gpu(&self, device: &Device, away: &[Away], step: &mut Step) -> Result<()> {
+    fn change_on_gpu(
+        &self,
+        device: &Device,
+        offloaded: &[Offloaded],
+        step: &mut Step,
+    ) -> Result<()> {
         let now = || {
             let mark = mark(device)?;
             mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
         };
         let back = |(part, here, done): (Range<usize>, Vec<Tensor>, Mark)| {
-            for (kept, here) in away.iter().zip(&here) {
+            for (kept, here) in offloaded.iter().zip(&here) {
                 kept.write(&part, fetch(here, &done)?.tensor())?;
             }
             Ok::<_, Error>(done)
         };
-        let lanes = (0..LANES).map(|_| room_for(away, PART_ON_GPU.min(self.range.len()), device));
+        let lanes =
+            (0..LANES).map(|_| room_for(offloaded, PART_ON_GPU.min(self.range.len()), device));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
-        away.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
+        offloaded.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
         // When a lane may be written to: behind what made it, then behind the step of what it held.
         // Copies go beside later steps.
         let (mut free, mut under_way) = (now()?, VecDeque::new());
@@ -188,7 +194,7 @@ impl BucketState {
             }
             let here = first_of(lane, part.len())?;
             let later = part.start + LANES * PART_ON_GPU;
-            for (kept, here) in away.iter().zip(&here) {
+            for (kept, here) in offloaded.iter().zip(&here) {
                 kept.prefetch(later..later + PART_ON_GPU);
                 let staged = room(here, &free)?;
                 kept.read(&part, staged.tensor())?;
@@ -206,12 +212,12 @@ fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(each).map(move |start| start..len.min(start + each))
 }
 
-/// A tensor of `len` elements for each of `away`.
-fn room_for(away: &[Away], len: usize, device: &Device) -> Result<Vec<Tensor>> {
-    let room = |kept: &Away| {
+/// A tensor of `len` elements for each of `offloaded`.
+fn room_for(offloaded: &[Offloaded], len: usize, device: &Device) -> Result<Vec<Tensor>> {
+    let room = |kept: &Offloaded| {
         Ok(kernels::tensor::device::zeros("parts of optimizer state", len, kept.dtype(), device)?)
     };
-    away.iter().map(room).collect()
+    offloaded.iter().map(room).collect()
 }
 
 fn first_of(places: &[Tensor], len: usize) -> Result<Vec<Tensor>> {
@@ -222,18 +228,18 @@ fn narrowed(tensor: &Tensor, part: &Range<usize>) -> Result<Tensor> {
     Ok(tensor.narrow(0, part.start, part.len())?)
 }
 
-impl Away {
+impl Offloaded {
     fn dtype(&self) -> DType {
         match self {
             Self::Host(tensor) => tensor.dtype(),
-            Self::File(filed) => filed.dtype(),
+            Self::File(file_backed) => file_backed.dtype(),
         }
     }
 
     /// Has the system read what is not in memory, without waiting.
     fn prefetch(&self, part: Range<usize>) {
-        if let Self::File(filed) = self {
-            filed.prefetch(part);
+        if let Self::File(file_backed) = self {
+            file_backed.prefetch(part);
         }
     }
 
@@ -241,7 +247,7 @@ impl Away {
     fn read(&self, part: &Range<usize>, to: &Tensor) -> Result<()> {
         match self {
             Self::Host(tensor) => copy_on_host(&narrowed(tensor, part)?, to),
-            Self::File(filed) => filed.narrow(part)?.read(to),
+            Self::File(file_backed) => file_backed.narrow(part)?.read(to),
         }
     }
 
@@ -249,7 +255,7 @@ impl Away {
     fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
         match self {
             Self::Host(tensor) => copy_on_host(from, &narrowed(tensor, part)?),
-            Self::File(filed) => filed.narrow(part)?.write(from),
+            Self::File(file_backed) => file_backed.narrow(part)?.write(from),
         }
     }
 }
@@ -291,19 +297,19 @@ mod tests {
                 BucketState::zeros(ranges.clone(), dtypes, &offload, &Device::Cpu).unwrap()
             };
             let kept = zeros(OptimizerOffload::None);
-            let filed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
-            assert_eq!(filed.len(), ranges.len());
+            let file_backed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
+            assert_eq!(file_backed.len(), ranges.len());
             for _ in 0..3 {
-                for (kept, filed) in kept.iter().zip(&filed) {
-                    let (whole, parts) = (step(kept), step(filed));
+                for (kept, file_backed) in kept.iter().zip(&file_backed) {
+                    let (whole, parts) = (step(kept), step(file_backed));
                     assert_eq!(whole, std::slice::from_ref(&kept.range));
                     assert_eq!(parts.len(), kept.range.len().div_ceil(PART));
                     assert_eq!(parts.iter().map(Range::len).sum::<usize>(), kept.range.len());
                     for which in 0..dtypes.len() {
-                        assert_eq!(values(filed, which), values(kept, which));
+                        assert_eq!(values(file_backed, which), values(kept, which));
                     }
                     assert!(
-                        [kept, filed]
+                        [kept, file_backed]
                             .iter()
                             .all(|state| state.part(dtypes.len(), &state.range).is_err())
                     );
@@ -315,7 +321,7 @@ mod tests {
                 bytes,
                 elements * dtypes.iter().map(|dtype| dtype.size_in_bytes()).sum::<usize>()
             );
-            assert_eq!(filed.iter().map(BucketState::bytes).sum::<usize>(), 0);
+            assert_eq!(file_backed.iter().map(BucketState::bytes).sum::<usize>(), 0);
         }
     }
 

@@ -1,7 +1,7 @@
 //! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the
 //! whole ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
 
-mod filed;
+mod file_backed;
 mod gradients;
 mod init;
 mod piece;
@@ -10,8 +10,8 @@ mod snapshot;
 mod spec;
 mod store;
 
-pub use filed::Filed;
-pub(crate) use filed::on_threads;
+pub use file_backed::FileBacked;
+pub(crate) use file_backed::on_threads;
 pub use gradients::GradientBuffer;
 pub use init::{initial_values, initial_values_of};
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::ops::remainders::join_value;
 use serde::{Deserialize, Serialize};
 
-use super::{Filed, Partition};
+use super::{FileBacked, Partition};
 use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.
@@ -107,7 +107,7 @@ pub enum Elements {
         high: Tensor,
         low: Option<Tensor>,
     },
-    Filed(Filed),
+    FileBacked(FileBacked),
 }
 
 impl Elements {
@@ -124,9 +124,9 @@ impl Elements {
                 let halves = high.to_vec1()?.into_iter().zip(low.to_vec1()?);
                 Ok(halves.map(|(high, low)| join_value(high, low)).collect())
             }
-            Self::Filed(filed) => {
-                let values = Tensor::zeros(filed.len(), filed.dtype(), &Device::Cpu)?;
-                filed.read(&values)?;
+            Self::FileBacked(file_backed) => {
+                let values = Tensor::zeros(file_backed.len(), file_backed.dtype(), &Device::Cpu)?;
+                file_backed.read(&values)?;
                 Ok(values.to_dtype(DType::F32)?.to_vec1()?)
             }
         }
@@ -139,9 +139,9 @@ impl From<Tensor> for Elements {
     }
 }
 
-impl From<Filed> for Elements {
-    fn from(filed: Filed) -> Self {
-        Self::Filed(filed)
+impl From<FileBacked> for Elements {
+    fn from(file_backed: FileBacked) -> Self {
+        Self::FileBacked(file_backed)
     }
 }
 

@@ -31,7 +31,7 @@ impl Elements {
             Self::Halves { high, low } => {
                 Self::Halves { high: copy(high)?, low: low.as_ref().map(copy).transpose()? }
             }
-            Self::Filed(_) => {
+            Self::FileBacked(_) => {
                 return Err(Error::config(
                     "internal error: a copy in memory of optimizer state that is kept in files",
                 ));

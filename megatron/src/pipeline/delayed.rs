@@ -132,7 +132,7 @@ fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: P
     for (p, stage) in stages.iter_mut().enumerate() {
         stage.compute_all(p, costs);
     }
-    stages[0].join_halves();
+    stages[0].merge_backward();
     let makespan = stages.iter().map(|stage| stage.now).max().unwrap_or(0);
     Placed { orders: stages.into_iter().map(|stage| stage.order).collect(), makespan }
 }
@@ -143,14 +143,14 @@ struct Stage {
     now: u64,
     order: Vec<Compute>,
     /// Weight gradients still to be computed, in the order of their backwards.
-    owed: VecDeque<Compute>,
+    delayed: VecDeque<Compute>,
     /// Memory of activations and operands.
     held: u64,
 }
 
 impl Stage {
     fn compute_oldest(&mut self, stage: usize, costs: &Costs) {
-        if let Some(c) = self.owed.pop_front() {
+        if let Some(c) = self.delayed.pop_front() {
             let costs = costs.of(stage, c.chunk);
             self.now += costs.weight_gradients;
             self.held -= costs.operands;
@@ -159,7 +159,7 @@ impl Stage {
     }
 
     fn compute_all(&mut self, stage: usize, costs: &Costs) {
-        while !self.owed.is_empty() {
+        while !self.delayed.is_empty() {
             self.compute_oldest(stage, costs);
         }
     }
@@ -180,10 +180,10 @@ impl Stage {
             Pass::Forward => (of_next.activations, 0),
             _ => (of_next.operands, of_next.activations),
         };
-        while !self.owed.is_empty() && self.held + more > limit + less {
+        while !self.delayed.is_empty() && self.held + more > limit + less {
             self.compute_oldest(stage, costs);
         }
-        while let (Some(oldest), Policy::InGaps(quarters)) = (self.owed.front(), policy) {
+        while let (Some(oldest), Policy::InGaps(quarters)) = (self.delayed.front(), policy) {
             let gap = arrival.saturating_sub(self.now);
             if gap == 0 || 4 * gap < quarters * costs.of(stage, oldest.chunk).weight_gradients {
                 break;
@@ -211,12 +211,12 @@ impl Stage {
         self.now += of.input_gradients;
         self.held += of.operands;
         self.order.push(Compute { pass: Pass::InputGradients, ..c });
-        self.owed.push_back(Compute { pass: Pass::WeightGradients, ..c });
+        self.delayed.push_back(Compute { pass: Pass::WeightGradients, ..c });
     }
 
     /// Makes one backward of two halves that follow each other on the first virtual stage, from
     /// which nobody waits for an input's gradient.
-    fn join_halves(&mut self) {
+    fn merge_backward(&mut self) {
         let halves = std::mem::take(&mut self.order);
         for c in halves {
             match self.order.last_mut() {
@@ -405,9 +405,9 @@ mod tests {
             let report =
                 simulate(&delay_weight_gradients(&schedule, &costs).unwrap(), &costs).unwrap();
             assert!(
-                report.peak_owed.iter().all(|owed| *owed <= 1),
+                report.peak_delayed.iter().all(|delayed| *delayed <= 1),
                 "{name}: {:?}",
-                report.peak_owed
+                report.peak_delayed
             );
         }
     }
@@ -429,7 +429,7 @@ mod tests {
                     "pp {pp} m {m} f {f} b {b} w {w}"
                 );
                 // §2.3: no more than the first stage of 1F1B has in flight.
-                let held = (0..pp).map(|p| report.peak_in_flight[p].max(report.peak_owed[p]));
+                let held = (0..pp).map(|p| report.peak_in_flight[p].max(report.peak_delayed[p]));
                 assert!(held.max().unwrap() <= pp, "{report:?}");
             }
         }

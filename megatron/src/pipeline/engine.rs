@@ -38,7 +38,7 @@ pub trait GradientListener {
 type Key = (usize, usize); // microbatch, chunk
 
 /// What input gradients leave to weight gradients.
-struct Owed {
+struct DelayedWeightGradients {
     products: WeightGradients,
     /// Parameters that these complete.
     completes: Vec<ParamId>,
@@ -115,7 +115,7 @@ impl Stage {
         let mut received: HashMap<(Payload, Key), (Tensor, Work)> = HashMap::new();
         let mut outgoing: HashMap<(Payload, Key), Tensor> = HashMap::new();
         let mut saved: HashMap<Key, SavedChunk> = HashMap::new();
-        let mut owed: HashMap<Key, Owed> = HashMap::new();
+        let mut delayed: HashMap<Key, DelayedWeightGradients> = HashMap::new();
         let mut sends: Vec<Work> = Vec::new();
         let mut losses = Losses(vec![None; batches.len()]);
         let last = batches.len() - 1;
@@ -178,12 +178,15 @@ impl Stage {
                         outgoing.insert((Payload::Gradient, (microbatch, chunk)), dx);
                     }
                     if !whole {
-                        owed.insert((microbatch, chunk), Owed { products, completes });
+                        delayed.insert(
+                            (microbatch, chunk),
+                            DelayedWeightGradients { products, completes },
+                        );
                     }
                 }
                 Action::WeightGradients { microbatch, chunk } => {
-                    let Owed { products, completes } =
-                        take(&mut owed, (microbatch, chunk), "weight gradients")?;
+                    let DelayedWeightGradients { products, completes } =
+                        take(&mut delayed, (microbatch, chunk), "weight gradients")?;
                     let _span = span("weight gradients", Kind::Phase).at(microbatch, chunk);
                     products.compute(&self.params)?;
                     gradients.ready(&completes, &self.params)?;

@@ -33,7 +33,7 @@ pub struct Report {
     pub peak_in_flight: Vec<usize>,
     /// Per stage, the largest number of input gradients (of any chunk) whose weight gradients are
     /// still to come.
-    pub peak_owed: Vec<usize>,
+    pub peak_delayed: Vec<usize>,
     /// Per stage, the largest number of receives that are posted and whose message no pass has
     /// taken.
     pub peak_receives: Vec<usize>,
@@ -101,7 +101,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
         makespan,
         bubble: if whole == 0 { 0.0 } else { (whole - busy) as f64 / whole as f64 },
         peak_in_flight: stages.iter().map(|stage| stage.peak).collect(),
-        peak_owed: stages.iter().map(|stage| stage.peak_owed).collect(),
+        peak_delayed: stages.iter().map(|stage| stage.peak_delayed).collect(),
         peak_receives: stages.iter().map(|stage| stage.peak_receives).collect(),
         timeline: stages.into_iter().map(|stage| stage.slots).collect(),
     })
@@ -141,7 +141,7 @@ struct Stage {
     receives: HashMap<(usize, Payload), usize>,
     unsent: HashSet<(Payload, Key)>,
     peak: usize,
-    peak_owed: usize,
+    peak_delayed: usize,
     peak_receives: usize,
     slots: Vec<Slot>,
 }
@@ -257,7 +257,7 @@ impl Stage {
         self.now += cost;
         if s.has_backward {
             self.peak = self.peak.max(self.forwards.len() - self.backwards.len());
-            self.peak_owed = self.peak_owed.max(self.backwards.len() - self.weights.len());
+            self.peak_delayed = self.peak_delayed.max(self.backwards.len() - self.weights.len());
         }
         Ok(Outcome::Done)
     }

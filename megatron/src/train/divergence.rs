@@ -54,7 +54,7 @@ impl Trainer {
         // Of weights alone the run has begun.
         let loaded =
             checkpoint::to_load(config).ok().flatten().filter(|_| config.takes != Takes::Weights);
-        let around = loaded.and_then(|folder| checkpoint::beside(&folder).ok());
+        let around = loaded.and_then(|folder| checkpoint::checkpoints_folder(&folder).ok());
         let saved = config.save.clone().into_iter().chain(around).find_map(|dir| {
             let is_good = |iteration: &u64| {
                 *iteration < first
@@ -129,9 +129,13 @@ fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
     {
         let values = match &shard.data {
             Elements::Tensor(values) | Elements::Halves { high: values, .. } => values.clone(),
-            Elements::Filed(filed) => {
-                let values = Tensor::zeros(filed.len(), filed.dtype(), &candle_core::Device::Cpu)?;
-                filed.read(&values)?;
+            Elements::FileBacked(file_backed) => {
+                let values = Tensor::zeros(
+                    file_backed.len(),
+                    file_backed.dtype(),
+                    &candle_core::Device::Cpu,
+                )?;
+                file_backed.read(&values)?;
                 values
             }
         };

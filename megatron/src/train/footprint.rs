@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use candle_core::DType;
 
-use super::model::{LayerKept, ModelBuilder, declare_stage, layers_of_chunks};
+use super::model::{ModelBuilder, SavedActivations, declare_stage, layers_of_chunks};
 use crate::Result;
 use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recompute, RunConfig};
 use crate::pipeline::{Action, generate};
@@ -50,7 +50,7 @@ impl Footprint {
             let mut footprint = Self::of_parameters(config, elements as f64, stepped as f64);
             let chunks = layers.iter().skip(stage).step_by(pp);
             let kept = chunks
-                .map(|layers| kept_of_microbatch(config, model.kept(), layers.len()))
+                .map(|layers| kept_of_microbatch(config, model.saved_activations(), layers.len()))
                 .collect::<Vec<_>>();
             footprint.activations = activations(config, stage, &kept, footprint.gradients)?;
             Ok(footprint)
@@ -164,7 +164,7 @@ fn tokens(config: &RunConfig) -> f64 {
 }
 
 /// Bytes that the `layers` layers of a chunk keep of a microbatch between forward and backward.
-fn kept_of_microbatch(config: &RunConfig, kept: LayerKept, layers: usize) -> f64 {
+fn kept_of_microbatch(config: &RunConfig, kept: SavedActivations, layers: usize) -> f64 {
     let segments = config.training.recompute.segments(layers).into_iter();
     let elements = segments
         .map(|(segment, again)| if again { kept.input } else { kept.all * segment.len() as u64 });
@@ -295,7 +295,7 @@ mod tests {
         let tokens = (config.training.micro_batch_size * config.model.seq_length / 2) as f64;
         let mut of = |recompute| {
             config.training.recompute = recompute;
-            kept_of_microbatch(&config, LayerKept { all: 100, input: 7 }, 5) / 4.0 / tokens
+            kept_of_microbatch(&config, SavedActivations { all: 100, input: 7 }, 5) / 4.0 / tokens
         };
         let full = |method, num_layers| Recompute::Full { method, num_layers };
         use crate::config::RecomputeMethod::{Block, Uniform};

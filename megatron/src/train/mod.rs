@@ -37,7 +37,7 @@ pub use generate::{Length, Sampling};
 pub use inference::Inference;
 pub use memory::{Peak, RanksHere, peak_memory, peak_memory_of, require_memory};
 pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
-pub use model::{Ends, LayerKept, Layout, ModelBuilder};
+pub use model::{Ends, Layout, ModelBuilder, SavedActivations};
 pub use profile::{Ceilings, Profile, Profiler, SpanGroup, Summary, Total};
 pub use recorded::RecordedRun;
 pub use report::Reporter;

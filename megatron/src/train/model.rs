@@ -20,7 +20,7 @@ pub struct Ends {
 
 /// Elements that a rank keeps of a token between a layer's forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerKept {
+pub struct SavedActivations {
     /// Where nothing but what selective recompute leaves out is computed again.
     pub all: u64,
     /// The layer's input alone.
@@ -71,8 +71,8 @@ pub trait ModelBuilder {
         (vec![layer; self.num_layers()], ChunkCosts::default())
     }
     /// What a rank keeps of every token in a layer, at least; by default nothing is known.
-    fn kept(&self) -> LayerKept {
-        LayerKept { all: 0, input: 0 }
+    fn saved_activations(&self) -> SavedActivations {
+        SavedActivations { all: 0, input: 0 }
     }
     /// Whether the output's matrix is the input's, as a tied token embedding is.
     fn tied(&self) -> bool {
@@ -218,7 +218,7 @@ mod tests {
             )
         }
 
-        fn kept(&self) -> LayerKept {
+        fn saved_activations(&self) -> SavedActivations {
             unreachable!("costs have their own count of activations")
         }
 

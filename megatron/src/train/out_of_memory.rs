@@ -9,11 +9,16 @@ use crate::config::{
 };
 
 /// What a rank keeps from step to step: what it is, and its bytes.
-pub(super) type Kept = Vec<(&'static str, usize)>;
+pub(super) type MemoryByUse = Vec<(&'static str, usize)>;
 
 /// `error`, if it says that a device had too little memory, with what holds the rest and which
 /// flags need less; other errors as they are. `kept` is empty where the rank was still being built.
-pub(super) fn explain(error: Error, config: &RunConfig, device: &Device, kept: &Kept) -> Error {
+pub(super) fn explain(
+    error: Error,
+    config: &RunConfig,
+    device: &Device,
+    kept: &MemoryByUse,
+) -> Error {
     let (known, told) = match &error {
         Error::Kernel(kernels::Error::OutOfMemory { memory, .. }) => (*memory, memory.is_some()),
         Error::Kernel(error) if error.is_out_of_memory() => (None, false),
@@ -37,7 +42,7 @@ fn gib(bytes: usize) -> String {
 }
 
 /// What holds a rank's memory.
-fn holders(kept: &Kept, memory: Option<Memory>) -> String {
+fn holders(kept: &MemoryByUse, memory: Option<Memory>) -> String {
     let mut parts: Vec<String> = kept
         .iter()
         .filter(|(_, bytes)| *bytes > 0)

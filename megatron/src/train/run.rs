@@ -70,7 +70,7 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     state::require_utf8(config)?;
     // The folder around an earlier checkpoint is gone on with, too.
     let lies_there = match &found {
-        Some(path) => checkpoint::same_folder(&checkpoint::beside(path)?, dir),
+        Some(path) => checkpoint::same_folder(&checkpoint::checkpoints_folder(path)?, dir),
         None => load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir)),
     };
     let continues = *takes != Takes::Weights && lies_there;
@@ -101,7 +101,7 @@ impl Trainer {
     /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop`
     /// may be set at any time, on any rank: all ranks save and stop after the step, or within the
     /// evaluation, in which one of them saw it. Whoever saves holds the folder's
-    /// [`claim`](checkpoint::claim). Collective over the world.
+    /// [`lock_folder`](checkpoint::lock_folder). Collective over the world.
     ///
     /// # Errors
     /// If data, a checkpoint or a peer fails, or the run diverges.

@@ -6,7 +6,7 @@ use kernels::tensor::trace::{Kind, span};
 
 use super::state;
 use super::trainer::{Progress, Trainer};
-use crate::checkpoint::Claim;
+use crate::checkpoint::FolderLock;
 use crate::config::{SchedulerOf, Takes};
 use crate::optim::LrSchedule;
 use crate::params::{ShardRef, StateKind};
@@ -67,15 +67,15 @@ impl Trainer {
         Ok(Some(iteration))
     }
 
-    /// Saves from here on only where `claim`, which is held until the trainer ends, was made.
-    pub fn hold(&mut self, claim: Claim) {
-        self.claim = Some(claim);
+    /// Saves from here on only where `folder_lock`, which is held until the trainer ends, was made.
+    pub fn hold(&mut self, folder_lock: FolderLock) {
+        self.folder_lock = Some(folder_lock);
     }
 
-    /// Refuses a folder that is not the claimed one any more. Collective over the world.
+    /// Refuses a folder that is not the locked one any more. Collective over the world.
     fn require_folder(&self, dir: &Path) -> Result<()> {
-        match self.claim.as_ref().filter(|claim| claim.is_of(dir)) {
-            Some(claim) => claim.require_in_place(&self.groups.world),
+        match self.folder_lock.as_ref().filter(|folder_lock| folder_lock.is_of(dir)) {
+            Some(folder_lock) => folder_lock.require_in_place(&self.groups.world),
             None => Ok(()),
         }
     }

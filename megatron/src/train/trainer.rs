@@ -16,9 +16,9 @@ use super::inference::build_stage;
 use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
-use super::out_of_memory::{Kept, explain};
+use super::out_of_memory::{MemoryByUse, explain};
 use super::schedules::Schedules;
-use crate::checkpoint::{Claim, Saving};
+use crate::checkpoint::{FolderLock, Saving};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
@@ -116,7 +116,7 @@ pub struct Trainer {
     /// A checkpoint that is being written meanwhile.
     pub(super) saving: Option<Saving>,
     /// Of the folder that is saved into, if anybody made one.
-    pub(super) claim: Option<Claim>,
+    pub(super) folder_lock: Option<FolderLock>,
     /// When results were read last.
     last_read: Option<Instant>,
     /// From when on the run's minutes are counted.
@@ -163,7 +163,7 @@ impl Trainer {
         device: &Device,
     ) -> Result<Self> {
         let built = Self::build(config, model, world, sources, device);
-        built.map_err(|error| explain(error, config, device, &Kept::new()))
+        built.map_err(|error| explain(error, config, device, &MemoryByUse::new()))
     }
 
     fn build(
@@ -249,7 +249,7 @@ impl Trainer {
             ahead: None,
             in_flight: None,
             saving: None,
-            claim: None,
+            folder_lock: None,
             last_read: None,
             started: Instant::now(),
             valid: sources.valid.as_ref().map(loader),
@@ -362,12 +362,13 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::step`].
     pub fn advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
-        self.try_advance(at_once)
-            .map_err(|error| explain(error, &self.config, &self.stage.device, &self.kept()))
+        self.try_advance(at_once).map_err(|error| {
+            explain(error, &self.config, &self.stage.device, &self.memory_by_use())
+        })
     }
 
     /// Bytes that this rank keeps from step to step, by what they are.
-    pub fn kept(&self) -> Kept {
+    pub fn memory_by_use(&self) -> MemoryByUse {
         self.stage
             .params
             .bytes_by_kind()

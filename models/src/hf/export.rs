@@ -69,7 +69,7 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
         .map_err(|e| Error::io("follow", out, e))?;
     let out = link.as_deref().unwrap_or(out);
     let manifest = Manifest::read(&checkpoint::locate(path, None)?)?;
-    let beside = checkpoint::beside(manifest.folder())?;
+    let beside = checkpoint::checkpoints_folder(manifest.folder())?;
     let SavedGpt { manifest, run } = SavedGpt::new(manifest)?;
     let model = run.model;
     let origin = origin(&beside, &model)?;

@@ -3,12 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
-use megatron::checkpoint::{Companions, StreamWriter};
+use megatron::checkpoint::{SidecarFiles, StreamWriter};
 use megatron::params::StateKind;
 use megatron::train::weights_only_state;
 use megatron::{Error, Result};
 
-use super::carry::companions;
+use super::carry::sidecars;
 use super::config::CONFIG;
 use super::model::HfModel;
 use crate::families::Family;
@@ -45,15 +45,15 @@ pub fn import(
     let total =
         model.parameters().map(|(_, shape, _)| shape.iter().product::<usize>() as u64).sum();
     let mut writer = StreamWriter::create(checkpoints, 0, tensors.collect::<Vec<_>>())?;
-    let companions = Companions::read(companions((folder, CONFIG), checkpoints, true))?;
-    companions.refuse_to_replace()?;
+    let sidecars = SidecarFiles::read(sidecars((folder, CONFIG), checkpoints, true))?;
+    sidecars.refuse_to_replace()?;
     let mut done = 0;
     for (at, (_, shape, _)) in model.parameters().enumerate() {
         writer.write(&model.read(at)?.bytes)?;
         done += shape.iter().product::<usize>() as u64;
         progress(done, total);
     }
-    companions.place()?;
+    sidecars.place()?;
     let path = writer.finish(&weights_only_state(model.model())?)?;
     Ok(Imported { path, family: model.config.family, note: model.config.note(), elements: total })
 }

@@ -10,7 +10,7 @@ mod import;
 mod model;
 mod tokenizer;
 
-pub use carry::{carry_companions, copy_companions, copy_tokenizer};
+pub use carry::{carry_sidecar_files, copy_sidecar_files, copy_tokenizer};
 pub use config::{CONFIG, HfConfig, family_of, to_json};
 pub use export::{ExportOptions, Exported, export};
 pub use files::HfFiles;
@@ -20,7 +20,7 @@ pub use model::{HfModel, Raw};
 /// `config.json` of the folder that a checkpoint was imported from, beside the checkpoints.
 pub const ORIGIN_CONFIG: &str = "hf_config.json";
 /// Files about tokens and generation that go along with weights.
-pub const COMPANIONS: [&str; 9] = [
+pub const SIDECAR_FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

@@ -8,14 +8,14 @@
 
 use std::path::Path;
 
-use megatron::checkpoint::Companions;
+use megatron::checkpoint::SidecarFiles;
 use megatron::config::ModelConfig;
 use megatron::data::{TOKENIZER_FILE, Tokenizer};
 use megatron::{Error, Result, files};
 use serde_json::{Map, Value, json};
 
 use super::export::write_json;
-use super::{COMPANIONS, GENERATION_CONFIG};
+use super::{GENERATION_CONFIG, SIDECAR_FILES};
 use crate::families::Family;
 
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
@@ -78,8 +78,8 @@ pub(super) fn write(
         // Files beside it are of another tokenizer.
         write_json(&folder.join(TOKENIZER_FILE), &bytes_json())?;
     } else {
-        let names = COMPANIONS.into_iter().filter(|name| *name != GENERATION_CONFIG);
-        Companions::read(names.map(|name| (beside.join(name), folder.join(name))))?.place()?;
+        let names = SIDECAR_FILES.into_iter().filter(|name| *name != GENERATION_CONFIG);
+        SidecarFiles::read(names.map(|name| (beside.join(name), folder.join(name))))?.place()?;
     }
     let path = folder.join(TOKENIZER_FILE);
     if !path.exists() {

@@ -147,7 +147,7 @@ pub fn beneath(
     let run = RecordedRun::read(&path, &SavedGpt::open(&path)?.manifest.state)?;
     let save = save_folder(gathered, load, &path);
     let saves = save.is_some() || flags.save.is_some();
-    let tokenizer = checkpoint::beside(&path)?.join(TOKENIZER_FILE);
+    let tokenizer = checkpoint::checkpoints_folder(&path)?.join(TOKENIZER_FILE);
     let tokenizer = Some(tokenizer.as_path()).filter(|file| file.exists());
     let places = Places { save, saves, continues: !flags.finetune, tokenizer };
     let unusable = |(_, message): run_file::Problem| {

@@ -74,7 +74,9 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
     };
     let done = match &saved {
         Some(saved) => saved.reshard(&args.to, &parallel, &sources, progress)?,
-        None => reshard_tensors(&manifest, &args.to, &parallel, &models::hf::COMPANIONS, progress)?,
+        None => {
+            reshard_tensors(&manifest, &args.to, &parallel, &models::hf::SIDECAR_FILES, progress)?
+        }
     };
     bar.finish();
     if !done {

@@ -161,7 +161,7 @@ fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
 /// # Errors
 /// If the checkpoint cannot be read.
 pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
-    // The files of another tokenizer, companions of a Hugging Face model, may lie beside bytes,
+    // The files of another tokenizer, sidecar files of a Hugging Face model, may lie beside bytes,
     // which have none.
     let manifest = checkpoint::Manifest::read(path)?;
     let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
@@ -171,7 +171,7 @@ pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
     if let Some(name) = name.filter(|name| *name == "byte" || name.starts_with("null:")) {
         return Ok((Some(name.into()), options));
     }
-    Ok((tokenizer_in([checkpoint::beside(path)?, path.to_path_buf()]), options))
+    Ok((tokenizer_in([checkpoint::checkpoints_folder(path)?, path.to_path_buf()]), options))
 }
 
 /// The `tokenizer.json` in the first of the folders that has one.
@@ -185,7 +185,7 @@ impl Found {
     /// Where files lie that say more of the model.
     pub fn folder(&self) -> Result<PathBuf> {
         match self.weights {
-            Weights::Checkpoint => Ok(checkpoint::beside(&self.path)?),
+            Weights::Checkpoint => Ok(checkpoint::checkpoints_folder(&self.path)?),
             Weights::HuggingFace(_) => Ok(self.path.clone()),
         }
     }

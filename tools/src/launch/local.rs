@@ -88,7 +88,7 @@ impl Ranks {
             return Ok(None);
         }
         let (ranks, secret) = (self.local_ranks, self.secret.clone());
-        let clients = Clients { ranks, one_host: true, in_pod: false, secret, tell: Some(tell) };
+        let clients = Clients { ranks, one_host: true, in_pod: false, secret, notify: Some(tell) };
         let store = StoreServer::bind("127.0.0.1", 0, clients)?;
         self.master = ("127.0.0.1".into(), store.address().port());
         Ok(Some(store))

@@ -234,7 +234,7 @@ fn the_tokenizer_is_the_one_of_the_run() {
         stdout(&output).split(": ").nth(1).unwrap().to_string()
     };
     let bytes = evaluate("saved", "");
-    // Beside bytes lie companions of another model.
+    // Beside bytes lie sidecar files of another model.
     site.write("saved/tokenizer.json", FOREIGN);
     assert_eq!(evaluate("saved", ""), bytes);
     fs::remove_file(site.path("saved/tokenizer.json")).unwrap();

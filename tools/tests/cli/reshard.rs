@@ -72,8 +72,8 @@ fn losses(folder: &Path) -> Vec<f64> {
 fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_own() {
     let folder = trained(&[]);
     let dir = folder.path();
-    for companion in ["tokenizer.json", "hf_config.json"] {
-        fs::write(dir.join("saved").join(companion), companion).unwrap();
+    for sidecar in ["tokenizer.json", "hf_config.json"] {
+        fs::write(dir.join("saved").join(sidecar), sidecar).unwrap();
     }
     let layout = [
         "--tensor-model-parallel-size=2",
@@ -87,8 +87,8 @@ fn a_resharded_checkpoint_resumes_under_its_layout_as_the_first_does_under_its_o
         "{text}"
     );
     assert_eq!(fs::read_dir(dir.join("cut/iter_0000003")).unwrap().count(), 5);
-    for companion in ["tokenizer.json", "hf_config.json"] {
-        assert_eq!(fs::read_to_string(dir.join("cut").join(companion)).unwrap(), companion);
+    for sidecar in ["tokenizer.json", "hf_config.json"] {
+        assert_eq!(fs::read_to_string(dir.join("cut").join(sidecar)).unwrap(), sidecar);
     }
     let go_on = |from: &str, flags: &[&str]| {
         succeed(

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::checkpoint::{Saving, begin};
-use crate::params::Filed;
+use crate::params::FileBacked;
 
 const POINTER: &str = "latest_checkpointed_iteration.txt";
 
@@ -98,8 +98,9 @@ fn zeros(_: &Path) -> Elements {
 
 #[test]
 fn a_rank_that_cannot_copy_its_state_is_told_of_on_all() {
-    let filed = |dir: &Path| Filed::zeros(dir, &[(4, DType::F32)]).unwrap().remove(0).into();
-    spoilt(filed, |_| {}, "kept in files");
+    let file_backed =
+        |dir: &Path| FileBacked::zeros(dir, &[(4, DType::F32)]).unwrap().remove(0).into();
+    spoilt(file_backed, |_| {}, "kept in files");
 }
 
 #[test]

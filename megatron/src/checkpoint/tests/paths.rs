@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::checkpoint::{
-    Later, Manifest, beside, existing, last_save, later, resumable, same_folder, to_load,
+    Later, Manifest, checkpoints_folder, existing, last_save, later, resumable, same_folder,
+    to_load,
 };
 use crate::config::CheckpointConfig;
 
@@ -85,10 +86,10 @@ fn links_and_dots_lead_to_what_lies_beside_a_checkpoint() {
         // It has the name that a checkpoint of that folder has, wherever its bytes are.
         (root.join("collected/iter_0000010"), "collected"),
     ] {
-        assert_eq!(beside(&path).unwrap(), root.join(folder), "{}", path.display());
+        assert_eq!(checkpoints_folder(&path).unwrap(), root.join(folder), "{}", path.display());
     }
-    assert_eq!(beside(Path::new("iter_0000010")).unwrap(), PathBuf::from("."));
-    assert!(beside(&root.join("missing")).is_err());
+    assert_eq!(checkpoints_folder(Path::new("iter_0000010")).unwrap(), PathBuf::from("."));
+    assert!(checkpoints_folder(&root.join("missing")).is_err());
 
     assert!(same_folder(&root.join("best"), &root.join("run/../run/iter_0000010")));
     assert!(same_folder(Path::new("missing"), Path::new("missing")));

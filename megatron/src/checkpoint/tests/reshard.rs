@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::layouts::check_loads;
 use super::*;
-use crate::checkpoint::{Float, Manifest, StreamWriter, claim, locate, reshard, verify};
+use crate::checkpoint::{Float, Manifest, StreamWriter, locate, lock_folder, reshard, verify};
 use crate::params::ParamShare;
 
 /// What each rank of a layout writes.
@@ -180,7 +180,7 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
 }
 
 #[test]
-fn companions_are_copied_and_never_replace_other_files() {
+fn sidecar_files_are_copied_and_never_replace_other_files() {
     let case = Case::new();
     let source = Manifest::read(&case.from()).unwrap();
     let run = || {
@@ -231,7 +231,7 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
     // What the run is about to write.
     fs::create_dir_all(case.to().join(".iter_0000003.tmp")).unwrap();
     let dir = case.to();
-    let run = || claim(&dir, &threads::world(1)[0]);
+    let run = || lock_folder(&dir, &threads::world(1)[0]);
     let held = run().unwrap();
     let streamed = || {
         StreamWriter::create(&dir, 0, [("a".to_string(), StateKind::Param, vec![2], Float::F32)])

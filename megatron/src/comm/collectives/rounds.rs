@@ -13,7 +13,7 @@ use crate::Result;
 use crate::comm::group::{Core, width};
 use crate::comm::inbox::lock;
 use crate::comm::local::{BLOCK, Blocks, Reach, Windows};
-use crate::comm::message::{Call, Header, Words};
+use crate::comm::message::{Call, Header, HeaderWords};
 
 /// One call's blocks. All members fill and read the same number of blocks in the same order.
 pub struct Rounds<'a> {
@@ -21,7 +21,7 @@ pub struct Rounds<'a> {
     pub call: Call,
     windows: MutexGuard<'a, Windows>,
     /// The header of the next block, as it travels; blocks differ in their length alone.
-    header: Words,
+    header: HeaderWords,
 }
 
 impl<'a> Rounds<'a> {

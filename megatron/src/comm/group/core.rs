@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::comm::endpoint::{Endpoint, Failure};
 use crate::comm::inbox::{Key, Loss, lock};
-use crate::comm::local::{Side, Windows};
+use crate::comm::local::{RingPosition, Windows};
 use crate::comm::message::{Call, Header, Message, Payload};
 use crate::{Error, Result};
 
@@ -124,12 +124,12 @@ impl Core {
         })
     }
 
-    /// Waits until `peer` has brought about `ready` by moving `side` on. Later peers that are not
-    /// ready are named, too, if the time runs out.
+    /// Waits until `peer` has brought about `ready` by moving `position` on. Later peers that are
+    /// not ready are named, too, if the time runs out.
     pub fn await_peer(
         &self,
         peer: usize,
-        side: &Side,
+        position: &RingPosition,
         ready: impl Fn(usize) -> bool,
         call: &Call,
     ) -> Result<()> {
@@ -139,7 +139,7 @@ impl Core {
         let start = Instant::now();
         let waited = self.endpoint.wait_until(
             self.ranks[peer],
-            side,
+            position,
             || ready(peer),
             || self.deadline(start),
         );

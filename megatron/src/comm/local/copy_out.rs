@@ -19,16 +19,16 @@ const PROBE: u32 = 64;
 const PATIENCE: f32 = 1.5;
 
 /// What the two ways took lately: nanoseconds for each KiB.
-struct Ways {
+struct CopyTimes {
     usual: AtomicU32,
     past_caches: AtomicU32,
     copies: AtomicU32,
 }
 
 /// Of this process, whose ranks and peers run on the same machine.
-static WAYS: Ways = Ways::new();
+static COPY_TIMES: CopyTimes = CopyTimes::new();
 
-impl Ways {
+impl CopyTimes {
     /// Nothing is known: the first copies go either way.
     const fn new() -> Self {
         Self { usual: AtomicU32::new(0), past_caches: AtomicU32::new(0), copies: AtomicU32::new(0) }
@@ -60,13 +60,13 @@ pub fn copy_out(to: &mut [u8], from: &[u8]) {
         to.copy_from_slice(from);
         return;
     }
-    let (past_caches, start) = (WAYS.next(), Instant::now());
+    let (past_caches, start) = (COPY_TIMES.next(), Instant::now());
     if past_caches {
         nontemporal::copy(to, from);
     } else {
         to.copy_from_slice(from);
     }
-    WAYS.note(past_caches, start.elapsed().as_nanos() as f32 / (from.len() as f32 / 1024.));
+    COPY_TIMES.note(past_caches, start.elapsed().as_nanos() as f32 / (from.len() as f32 / 1024.));
 }
 
 #[cfg(test)]
@@ -75,10 +75,10 @@ mod tests {
 
     /// How many of `copies` go past the caches where a KiB takes so many nanoseconds in the usual
     /// way and past the caches.
-    fn past_caches(ways: &Ways, copies: usize, (usual, past): (f32, f32)) -> usize {
+    fn past_caches(times: &CopyTimes, copies: usize, (usual, past): (f32, f32)) -> usize {
         let one = |_: &usize| {
-            let way = ways.next();
-            ways.note(way, if way { past } else { usual });
+            let way = times.next();
+            times.note(way, if way { past } else { usual });
             way
         };
         (0..copies).filter(one).count()
@@ -86,18 +86,18 @@ mod tests {
 
     #[test]
     fn the_way_that_was_faster_is_taken_and_the_other_tried_now_and_then() {
-        let ways = Ways::new();
+        let times = CopyTimes::new();
         assert_eq!(
-            past_caches(&ways, 640, (20., 40.)),
+            past_caches(&times, 640, (20., 40.)),
             10 + 1,
             "where lines are cheap, but for the first and the probes"
         );
         // Cores move apart: found within the copies to the next but few probes.
-        assert!(past_caches(&ways, 640, (400., 40.)) > 640 - 2 * PROBE as usize);
-        assert_eq!(past_caches(&ways, 640, (400., 40.)), 630);
+        assert!(past_caches(&times, 640, (400., 40.)) > 640 - 2 * PROBE as usize);
+        assert_eq!(past_caches(&times, 640, (400., 40.)), 630);
         // And together again.
-        past_caches(&ways, 8 * PROBE as usize, (20., 40.));
-        assert_eq!(past_caches(&ways, 640, (20., 40.)), 10);
+        past_caches(&times, 8 * PROBE as usize, (20., 40.));
+        assert_eq!(past_caches(&times, 640, (20., 40.)), 10);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use super::arena::{Memory, Shared};
 use super::copy_out::copy_out;
-use super::side::Side;
+use super::ring_position::RingPosition;
 use crate::comm::inbox::lock;
 
 /// Bytes that are published, and copied, at a time.
@@ -23,7 +23,7 @@ const DATA: usize = 128;
 #[repr(C)]
 struct Control {
     /// Pieces that the sender has written.
-    written: Side,
+    written: RingPosition,
     /// The receiver needs it no more.
     done: AtomicU32,
 }
@@ -119,7 +119,7 @@ impl Block {
     }
 
     /// What tells that the sender has come further.
-    pub fn written(&self) -> &Side {
+    pub fn written(&self) -> &RingPosition {
         &self.control().written
     }
 

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::ring_position::RingPosition;
 use super::segment::Segment;
-use super::side::Side;
 
 /// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst`
 /// reads.
@@ -24,13 +24,13 @@ impl Ring {
         Self { segment, src, dst }
     }
 
-    fn sides(&self) -> (&Side, &Side) {
-        self.segment.ring_sides(self.src, self.dst)
+    fn positions(&self) -> (&RingPosition, &RingPosition) {
+        self.segment.ring_positions(self.src, self.dst)
     }
 
     /// Bytes that are in the ring.
     fn used(&self) -> usize {
-        let (writer, reader) = self.sides();
+        let (writer, reader) = self.positions();
         let used = writer
             .position
             .load(Ordering::Acquire)
@@ -54,7 +54,7 @@ impl Ring {
 
     /// Writes what fits of `bytes` and returns how much that was.
     pub fn write(&self, bytes: &[u8]) -> usize {
-        let (writer, _) = self.sides();
+        let (writer, _) = self.positions();
         let len = bytes.len().min(self.segment.ring_bytes() - self.used());
         if len == 0 {
             return 0;
@@ -73,7 +73,7 @@ impl Ring {
 
     /// Appends at most `want` bytes to `out` and returns how many those were.
     pub fn read(&self, out: &mut Vec<u8>, want: usize) -> usize {
-        let (_, reader) = self.sides();
+        let (_, reader) = self.positions();
         // In steps, so that the writer refills one part while this side copies another.
         let len = want.min(self.used()).min(self.segment.ring_bytes() / 4);
         if len == 0 {
@@ -92,12 +92,13 @@ impl Ring {
     /// Waits until there is something to read.
     pub fn wait_readable(&self, patience: Duration, alone: bool) -> bool {
         let ready = || !self.is_empty();
-        (!patience.is_zero() && Side::spin(alone, ready)) || self.sides().0.wait(patience, ready)
+        (!patience.is_zero() && RingPosition::spin(alone, ready))
+            || self.positions().0.wait(patience, ready)
     }
 
     /// Waits until there is room to write.
     pub fn wait_writable(&self, patience: Duration) -> bool {
-        self.sides().1.wait(patience, || self.used() < self.segment.ring_bytes())
+        self.positions().1.wait(patience, || self.used() < self.segment.ring_bytes())
     }
 }
 

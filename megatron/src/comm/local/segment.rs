@@ -16,7 +16,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use super::PAGE;
 use super::arena::{Arena, unnamed};
 use super::process::Process;
-use super::side::Side;
+use super::ring_position::RingPosition;
 use crate::comm::inbox::Loss;
 use crate::text::printable;
 use crate::{Error, Result};
@@ -201,10 +201,10 @@ impl Segment {
         rings_start(self.size) + (src * self.size + dst) * (PAGE + self.ring_bytes)
     }
 
-    /// The writer's and the reader's side of the ring from `src` to `dst`.
-    pub fn ring_sides(&self, src: usize, dst: usize) -> (&Side, &Side) {
+    /// The writer's and the reader's position in the ring from `src` to `dst`.
+    pub fn ring_positions(&self, src: usize, dst: usize) -> (&RingPosition, &RingPosition) {
         let start = self.ring_start(src, dst);
-        (self.at(start), self.at(start + size_of::<Side>()))
+        (self.at(start), self.at(start + size_of::<RingPosition>()))
     }
 
     /// The first of the `ring_bytes` bytes of the ring from `src` to `dst`.

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use super::PAGE;
 use super::arena::{Arena, Memory, Shared};
 use super::remote::Reach;
-use super::side::Side;
-use crate::comm::message::{Header, Words};
+use super::ring_position::RingPosition;
+use crate::comm::message::{Header, HeaderWords};
 
 /// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for
 /// each other more often.
@@ -31,9 +31,9 @@ const NOTES: usize = 1024;
 #[repr(C)]
 struct Control {
     /// Blocks that the owner has posted.
-    posted: Side,
+    posted: RingPosition,
     /// Blocks of each of the others that the owner has read.
-    taken: Side,
+    taken: RingPosition,
     /// Members that have left the group.
     departed: AtomicU32,
 }
@@ -145,12 +145,12 @@ impl Windows {
     }
 
     /// What tells that `peer` has read blocks.
-    pub fn taken_by(&self, peer: usize) -> &Side {
+    pub fn taken_by(&self, peer: usize) -> &RingPosition {
         &self.all[peer].control().taken
     }
 
     /// What tells that `peer` has posted blocks.
-    pub fn posted_by(&self, peer: usize) -> &Side {
+    pub fn posted_by(&self, peer: usize) -> &RingPosition {
         &self.all[peer].control().posted
     }
 
@@ -188,7 +188,7 @@ impl Windows {
     }
 
     /// The header of the next block of `peer`; call only once it is there.
-    pub fn header(&self, peer: usize) -> Words {
+    pub fn header(&self, peer: usize) -> HeaderWords {
         self.all[peer].note(self.taken).header.each_ref().map(|word| word.load(Ordering::Relaxed))
     }
 
@@ -222,7 +222,7 @@ impl Windows {
     }
 
     /// Shows the slot to the others as this rank's next block.
-    pub fn post(&mut self, header: &Words) {
+    pub fn post(&mut self, header: &HeaderWords) {
         let window = &self.all[self.me];
         let note = window.note(self.posted);
         self.posted = self.posted.wrapping_add(1);
@@ -299,7 +299,7 @@ mod tests {
     #[test]
     fn a_slot_is_filled_again_only_after_all_have_read_it() {
         let [mut a, mut b] = pair();
-        let header: Words = [7; Header::BYTES / 8];
+        let header: HeaderWords = [7; Header::BYTES / 8];
         for round in 0..SLOTS {
             assert!(a.has_room(1));
             a.slot(1)[0] = round as u8;
@@ -321,7 +321,7 @@ mod tests {
         for round in 0..3 * SLOTS {
             assert!(a.has_room(1) && b.has_room(0));
             for windows in [&mut a, &mut b] {
-                windows.post(&Words::default());
+                windows.post(&HeaderWords::default());
             }
             assert!(a.has_block(1) && b.has_block(0));
             assert_eq!((a.taken_by[1].get(), b.taken_by[0].get()), (round, round));
@@ -340,7 +340,7 @@ mod tests {
                 Windows::new(arenas[me].clone(), me, [0, 1].into_iter().zip(taken)).unwrap()
             });
             assert!(!a.has_block(1) && !b.has_block(0));
-            let _numbers = [&mut a, &mut b].map(|windows| windows.post(&Words::default()));
+            let _numbers = [&mut a, &mut b].map(|windows| windows.post(&HeaderWords::default()));
             assert!(a.has_block(1) && b.has_block(0));
             indices.push(taken);
         }
@@ -361,8 +361,8 @@ mod tests {
         }
         for _ in 0..5 {
             assert!(a.has_room(1) && !b.has_block(0));
-            a.post(&Words::default());
-            b.post(&Words::default());
+            a.post(&HeaderWords::default());
+            b.post(&HeaderWords::default());
             assert!(a.has_block(1) && b.has_block(0));
             a.take();
             b.take();

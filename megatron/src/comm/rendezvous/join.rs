@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::sealed::{Found, Sealed};
-use super::waiting::{Tell, Waiting, in_words};
+use super::waiting::{Notify, Waiting, in_words};
 use super::{Backend, RankInfo, Store};
 use crate::comm::secret::{Mismatch, ONE_SECRET};
 use crate::text::printable;
@@ -155,8 +155,8 @@ struct Joining<'a> {
     waiting: Waiting,
 }
 
-/// Makes this rank known and returns the run's nonce and all members in order of rank. `tell` hears
-/// who is waited for.
+/// Makes this rank known and returns the run's nonce and all members in order of rank. `notify`
+/// hears who is waited for.
 ///
 /// # Errors
 /// If a rank does not appear in time (each is named), ranks contradict each other, or two processes
@@ -166,17 +166,17 @@ pub(crate) fn join(
     info: &RankInfo,
     me: Member,
     timeout: Duration,
-    tell: Option<Tell>,
+    notify: Option<Notify>,
 ) -> Result<(u64, Vec<Member>)> {
     put(store, &card(info.rank), &me)?;
-    let joining = Joining { store, info, me: &me, timeout, waiting: Waiting::new(tell) };
+    let joining = Joining { store, info, me: &me, timeout, waiting: Waiting::new(notify) };
     let (nonce, verdict) = if info.rank == 0 { lead(joining)? } else { follow(joining)? };
     match verdict {
         Verdict::Complete => {
             let members = read_members(store, nonce, info.world_size)?;
             // Another process may have taken this rank just before the verdict.
             if members[info.rank].token != me.token {
-                return Err(Error::config(twice(info, info.rank)));
+                return Err(Error::config(duplicate_rank(info, info.rank)));
             }
             Ok((nonce, members))
         }
@@ -187,7 +187,7 @@ pub(crate) fn join(
     }
 }
 
-fn twice(info: &RankInfo, rank: usize) -> String {
+fn duplicate_rank(info: &RankInfo, rank: usize) -> String {
     let name = info.variables.rank;
     format!(
         "rendezvous: another process also joined as {name}={rank}; give every process a {name} of its own"
@@ -199,7 +199,7 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
     let (start, nonce) = (Instant::now(), fresh());
     // The tokens of those who were welcomed.
     let mut welcomed = BTreeMap::new();
-    let mut strangers = Strangers::default();
+    let mut foreign = ForeignProcesses::default();
     // The tokens of those who have answered, all of this run.
     let mut answered = BTreeMap::from([(0, me.token)]);
     let ruling = super::store::poll(timeout, || {
@@ -211,11 +211,11 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
                 Found::Ours(card) => {
                     cards.extend(serde_json::from_slice(&card).ok().map(|member| (rank, member)))
                 }
-                Found::Strange(mismatch, card) => strangers.refuse(store, rank, mismatch, &card)?,
+                Found::Strange(mismatch, card) => foreign.refuse(store, rank, mismatch, &card)?,
                 Found::Nothing => {}
             }
         }
-        strangers.listen(store, &waiting)?;
+        foreign.listen(store, &waiting)?;
         for (&rank, &Member { token, .. }) in &cards {
             if welcomed.insert(rank, token) != Some(token) {
                 put(store, &welcome(rank), &Welcome { nonce, token })?;
@@ -226,7 +226,7 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
             .iter()
             .find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
         if let Some((rank, _)) = replaced {
-            return Ok(Some(Verdict::Refused(twice(info, *rank))));
+            return Ok(Some(Verdict::Refused(duplicate_rank(info, *rank))));
         }
         // Only those who have answered are of this run; other cards may be old.
         let mut members = BTreeMap::new();
@@ -254,7 +254,7 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
             }
         }
         if members.len() != info.world_size {
-            waiting.tell(|| {
+            waiting.notify(|| {
                 let missing: Vec<usize> =
                     (0..info.world_size).filter(|rank| !members.contains_key(rank)).collect();
                 format!(
@@ -288,14 +288,14 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
 /// Those whose cards are not of this run's secret: processes of another run, or cards that an
 /// earlier one left in a folder.
 #[derive(Default)]
-struct Strangers {
+struct ForeignProcesses {
     /// The tokens of those that were told, and why.
     refused: BTreeMap<usize, (u64, Mismatch)>,
     /// Whether one has heard it, which no card of an earlier run does, and that was said here.
     told: bool,
 }
 
-impl Strangers {
+impl ForeignProcesses {
     fn refuse(&mut self, store: &Sealed, rank: usize, how: Mismatch, card: &[u8]) -> Result<()> {
         let Ok(Member { token, .. }) = serde_json::from_slice(card) else { return Ok(()) };
         if self.refused.insert(rank, (token, how)) == Some((token, how)) {
@@ -334,7 +334,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
         }
         let there: Option<Member> = read(store, &card(info.rank))?;
         if there.is_some_and(|there| there.token != me.token) {
-            return Err(Error::config(twice(info, info.rank)));
+            return Err(Error::config(duplicate_rank(info, info.rank)));
         }
         let refusal: Option<Refusal> = read(store.open(), &refusal(info.rank))?;
         if let Some(Refusal { why, .. }) = refusal.filter(|there| there.token == me.token) {
@@ -345,7 +345,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
         if joined.is_some() {
             return Ok(None);
         }
-        waiting.tell(|| format!("rank {} is waiting for rank 0", info.rank));
+        waiting.notify(|| format!("rank {} is waiting for rank 0", info.rank));
         let there: Option<Welcome> = read(store, &welcome(info.rank))?;
         if let Some(Welcome { nonce, .. }) = there.filter(|there| there.token == me.token) {
             put(store, &ack(nonce, info.rank), &me.token)?;

@@ -13,12 +13,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::tcp_store::resolve;
-use super::waiting::Tell;
+use super::waiting::Notify;
 use super::wire::{self, Request};
 use super::{RankInfo, is_loopback, number};
 use crate::comm::CommOptions;
 use crate::comm::inbox::lock;
-use crate::comm::lobby::{Lobby, Standing, Timed};
+use crate::comm::pending_connections::{PeerState, PendingConnections, Timed};
 use crate::comm::secret::{self, Mismatch, ONE_SECRET, Secret, mismatch};
 use crate::{Error, Result};
 
@@ -49,7 +49,7 @@ pub struct Clients {
     /// What they prove themselves with.
     pub secret: Secret,
     /// Hears of those that cannot.
-    pub tell: Option<Tell>,
+    pub notify: Option<Notify>,
 }
 
 impl Clients {
@@ -60,7 +60,7 @@ impl Clients {
             one_host: info.one_host(),
             in_pod: info.in_pod,
             secret: options.secret.clone(),
-            tell: options.on_wait,
+            notify: options.on_wait,
         }
     }
 }
@@ -71,7 +71,7 @@ struct Shared {
     entries: Mutex<Entries>,
     changed: Condvar,
     stop: AtomicBool,
-    lobby: Lobby,
+    pending: PendingConnections,
     /// How those differed that were refused and told of.
     told: Mutex<Vec<Mismatch>>,
 }
@@ -95,7 +95,7 @@ impl StoreServer {
             entries: Mutex::default(),
             changed: Condvar::new(),
             stop: AtomicBool::new(false),
-            lobby: Lobby::new(clients.ranks),
+            pending: PendingConnections::new(clients.ranks),
             told: Mutex::default(),
             clients,
         });
@@ -160,7 +160,7 @@ fn reachable(host: &str, port: u16, clients: &Clients) -> io::Result<Vec<SocketA
 impl Drop for StoreServer {
     fn drop(&mut self) {
         let deadline = Instant::now() + LINGER;
-        while !self.shared.lobby.is_empty() && Instant::now() < deadline {
+        while !self.shared.pending.is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
         // If even this fails it stays until the process ends.
@@ -208,7 +208,7 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
-            let Ok(number) = self.lobby.enter(&stream) else {
+            let Ok(number) = self.pending.enter(&stream) else {
                 turn_away(stream);
                 continue;
             };
@@ -218,13 +218,13 @@ impl Shared {
                     // Ends with the connection; a client that misbehaves is dropped and learns it
                     // from that.
                     let is_last = shared.serve(stream, number).unwrap_or(false);
-                    shared.lobby.leave(number);
+                    shared.pending.leave(number);
                     if is_last {
                         shared.stop();
                     }
                 });
             if serving.is_err() {
-                self.lobby.leave(number);
+                self.pending.leave(number);
             }
         }
     }
@@ -232,7 +232,7 @@ impl Shared {
     /// Closes the port and every connection; returns whether the port is closed, or about to be.
     fn stop(&self) -> bool {
         let was_stopped = self.stop.swap(true, Ordering::AcqRel);
-        self.lobby.clear();
+        self.pending.clear();
         let mut wake = self.address;
         if wake.ip().is_unspecified() {
             wake.set_ip(if wake.is_ipv4() {
@@ -256,16 +256,16 @@ impl Shared {
             wire::read_greeting(stream).map(|()| (greeting(), greeting()))
         })
         .and_then(|answered| {
-            self.lobby.heard(number, Standing::Introduced);
+            self.pending.heard(number, PeerState::Introduced);
             answered.recognize(&mut timed, secret)
         })
         .inspect_err(|e| self.tell_of(&stream, e))?;
-        self.lobby.heard(number, Standing::Known);
+        self.pending.heard(number, PeerState::Known);
         stream.write_all(&[wire::WELCOME])?;
         stream.set_read_timeout(None)?;
         loop {
             let request = wire::read_request(&mut stream)?;
-            self.lobby.heard(number, Standing::Known);
+            self.pending.heard(number, PeerState::Known);
             let is_last = request.operation == wire::CLOSE;
             let (status, value) = self.answer(request);
             wire::write_reply(&mut stream, status, &value)?;
@@ -278,14 +278,14 @@ impl Shared {
     /// Tells of a client that does not have the run's secret: once for each way in which it does
     /// not.
     fn tell_of(&self, stream: &TcpStream, error: &io::Error) {
-        let (Some(tell), Some(mismatch)) = (self.clients.tell, mismatch(error)) else { return };
+        let (Some(notify), Some(mismatch)) = (self.clients.notify, mismatch(error)) else { return };
         let mut told = lock(&self.told);
         if !told.contains(&mismatch) {
             told.push(mismatch);
             let who = stream
                 .peer_addr()
                 .map_or_else(|_| "somewhere".into(), |address| address.ip().to_string());
-            tell(&format!(
+            notify(&format!(
                 "a process at {who} that wanted to join was refused: {mismatch}; if it is a rank, {ONE_SECRET}"
             ));
         }

@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use super::waiting::{Tell, Waiting};
+use super::waiting::{Notify, Waiting};
 use super::wire::{self, Request};
 use super::{Store, number};
 use crate::comm::inbox::lock;
-use crate::comm::lobby::Timed;
+use crate::comm::pending_connections::Timed;
 use crate::comm::secret::{ONE_SECRET, Secret, introduce};
 use crate::text::printable;
 use crate::{Error, Result};
@@ -59,7 +59,7 @@ fn was_closed(error: &io::Error) -> bool {
 }
 
 impl TcpStore {
-    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `tell`
+    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `notify`
     /// hears of it if that takes long.
     ///
     /// # Errors
@@ -69,9 +69,9 @@ impl TcpStore {
         port: u16,
         timeout: Duration,
         secret: &Secret,
-        tell: Option<Tell>,
+        notify: Option<Notify>,
     ) -> Result<Self> {
-        let mut waiting = Waiting::new(tell);
+        let mut waiting = Waiting::new(notify);
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(5);
@@ -99,7 +99,7 @@ impl TcpStore {
                     )));
                 }
                 Err(e) => {
-                    waiting.tell(|| {
+                    waiting.notify(|| {
                         format!("waiting for rank 0, which is to be found at {address}: {e}")
                     });
                     std::thread::sleep(pause);

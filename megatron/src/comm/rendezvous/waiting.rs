@@ -10,31 +10,31 @@ const AGAIN: Duration = Duration::from_secs(60);
 const NAMED: usize = 8;
 
 /// Where a line goes that is for whoever looks at a run.
-pub type Tell = fn(&str);
+pub type Notify = fn(&str);
 
 /// Says now and then what a rank waits for.
 pub(crate) struct Waiting {
-    tell: Option<Tell>,
+    notify: Option<Notify>,
     begun: Instant,
     next: Duration,
 }
 
 impl Waiting {
-    pub fn new(tell: Option<Tell>) -> Self {
-        Self { tell, begun: Instant::now(), next: FIRST }
+    pub fn new(notify: Option<Notify>) -> Self {
+        Self { notify, begun: Instant::now(), next: FIRST }
     }
 
     /// Says `line` at once.
     pub fn say(&self, line: &str) {
-        self.tell.into_iter().for_each(|tell| tell(line));
+        self.notify.into_iter().for_each(|notify| notify(line));
     }
 
     /// Tells `what` it is, if that is due.
-    pub fn tell(&mut self, what: impl FnOnce() -> String) {
+    pub fn notify(&mut self, what: impl FnOnce() -> String) {
         let waited = self.begun.elapsed();
-        if let Some(tell) = self.tell.filter(|_| waited >= self.next) {
+        if let Some(notify) = self.notify.filter(|_| waited >= self.next) {
             self.next = waited + AGAIN;
-            tell(&format!("{} ({:.0} s so far)", what(), waited.as_secs_f64()));
+            notify(&format!("{} ({:.0} s so far)", what(), waited.as_secs_f64()));
         }
     }
 }
@@ -66,15 +66,15 @@ mod tests {
         static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
         let begun = Instant::now() - Duration::from_secs(75);
         let mut waiting = Waiting {
-            tell: Some(|line| TOLD.lock().unwrap().push(line.into())),
+            notify: Some(|line| TOLD.lock().unwrap().push(line.into())),
             begun,
             next: Duration::from_secs(70),
         };
-        (0..3).for_each(|_| waiting.tell(|| "rank 1".into()));
+        (0..3).for_each(|_| waiting.notify(|| "rank 1".into()));
         assert_eq!(*TOLD.lock().unwrap(), ["rank 1 (75 s so far)"]);
         assert!(waiting.next >= Duration::from_secs(135), "{:?}", waiting.next);
-        let mut early = Waiting::new(waiting.tell);
-        early.tell(|| unreachable!("nobody has waited yet"));
+        let mut early = Waiting::new(waiting.notify);
+        early.notify(|| unreachable!("nobody has waited yet"));
     }
 
     #[test]

@@ -127,7 +127,7 @@ fn idle_connections_in_any_number_keep_no_rank_out() {
         let (connected, idle) = std::sync::mpsc::channel();
         let caller = scope.spawn(move || {
             // As many of them as four times the room for strangers, all before the rank.
-            (0..4 * super::super::lobby::RESERVE)
+            (0..4 * super::super::pending_connections::RESERVE)
                 .for_each(|_| connected.send(connect(port)).unwrap());
             let stream = connect(port);
             me(1).greet(&stream, 0).map(|()| stream).unwrap()

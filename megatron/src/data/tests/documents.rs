@@ -13,7 +13,7 @@ use serde_json::Value;
 use super::{Random, write};
 use crate::Result;
 use crate::config::TokenizerOptions;
-use crate::data::{Corpus, Cuts, Part, Parts, Tokenizer, tokenize};
+use crate::data::{Corpus, Part, Parts, SplitPoints, Tokenizer, tokenize};
 
 /// What texts are made of: whatever a tokenizer may see in a line's end, in white space, and in
 /// what it cuts out first.
@@ -91,9 +91,9 @@ fn opened(name: &str, options: &TokenizerOptions) -> Tokenizer {
         .unwrap()
 }
 
-fn parts(text: &str, cuts: &Arc<Cuts>) -> Vec<Part> {
+fn parts(text: &str, split_points: &Arc<SplitPoints>) -> Vec<Part> {
     let reader = Box::new(Cursor::new(text.as_bytes().to_vec()));
-    let mut parts = Parts::new(Path::new("x.txt"), reader, cuts.clone());
+    let mut parts = Parts::new(Path::new("x.txt"), reader, split_points.clone());
     std::iter::from_fn(|| parts.read().transpose()).map(Result::unwrap).collect()
 }
 
@@ -128,8 +128,8 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
             let tokenizer = opened(&file, &options);
             let mut library = tokenizers::Tokenizer::from_file(fixture(&file)).unwrap();
             library.set_encode_special_tokens(literal);
-            let cuts = Arc::new(tokenizer.cuts());
-            assert_eq!(cuts.never(), !is_cut, "{name}");
+            let split_points = Arc::new(tokenizer.split_points());
+            assert_eq!(split_points.never(), !is_cut, "{name}");
             let mut random = Random(5);
             let (mut texts, mut parts_of_all, mut sequences_of_all) = (0, 0, 0);
             for _ in 0..60 {
@@ -142,7 +142,7 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
                 };
                 let text: String = (0..1 + random.below(200)).map(|_| piece(&mut random)).collect();
                 let expected = library.encode(text.as_str(), true).unwrap().get_ids().to_vec();
-                let parts = parts(&text, &cuts);
+                let parts = parts(&text, &split_points);
                 let sequences = sequences(&tokenizer, &parts);
                 assert_eq!(sequences.concat(), expected, "{name}: {text:?} in {parts:#?}");
                 assert_eq!(parts.iter().map(|part| part.text.as_str()).collect::<String>(), text);
@@ -170,7 +170,7 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
 fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
     for (name, _) in TOKENIZERS {
         let tokenizer = opened(&format!("{name}.json"), &TokenizerOptions::default());
-        let cuts = tokenizer.cuts();
+        let split_points = tokenizer.split_points();
         let mut random = Random(11);
         let mut allowed = 0;
         for _ in 0..200 {
@@ -178,25 +178,25 @@ fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
                 (0..1 + random.below(12)).map(|_| PIECES[random.below(PIECES.len())]).collect();
             let whole = tokenizer.encode(&text).unwrap();
             for at in (1..text.len()).filter(|&at| text.is_char_boundary(at)) {
-                if !cuts.allow(&text, at, true) {
+                if !split_points.allow(&text, at, true) {
                     // Nor is it before all of the text is there.
                     let mut ends = (at + 1..text.len()).filter(|&end| text.is_char_boundary(end));
                     assert!(
-                        !ends.any(|end| cuts.allow(&text[..end], at, false)),
+                        !ends.any(|end| split_points.allow(&text[..end], at, false)),
                         "{name}: {text:?}"
                     );
                     continue;
                 }
                 let part =
                     |text: &str, before| Part { text: text.into(), before, ..Part::default() };
-                let before = text[..at].chars().next_back().filter(|_| cuts.overlap());
+                let before = text[..at].chars().next_back().filter(|_| split_points.overlap());
                 let two = [part(&text[..at], None), part(&text[at..], before)];
                 let ids = sequences(&tokenizer, &two).concat();
                 assert_eq!(ids, whole, "{name}: {:?} | {:?}", &text[..at], &text[at..]);
                 allowed += 1;
             }
         }
-        assert!(cuts.never() || allowed > 40, "{name}: {allowed}");
+        assert!(split_points.never() || allowed > 40, "{name}: {allowed}");
     }
 }
 

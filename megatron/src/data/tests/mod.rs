@@ -5,11 +5,11 @@ mod indexed;
 mod megatron_data;
 mod open;
 mod orders;
+mod pretokenizer_cache;
 mod sampler;
 mod source;
 mod text;
 mod tokenizer;
-mod words;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::write;
 use crate::Error;
-use crate::data::{Corpus, Cuts, Part};
+use crate::data::{Corpus, Part, SplitPoints};
 
 fn scan(path: impl Into<PathBuf>) -> crate::Result<Corpus> {
     Corpus::scan(&[path.into()], Path::new("no-cache"))
@@ -16,8 +16,8 @@ fn message(path: impl Into<PathBuf>) -> String {
 }
 
 /// Where tokens are bytes, paragraphs are cut where they end.
-fn bytes() -> Arc<Cuts> {
-    Arc::new(Cuts::anywhere())
+fn bytes() -> Arc<SplitPoints> {
+    Arc::new(SplitPoints::anywhere())
 }
 
 fn paragraphs(content: &str) -> Vec<Part> {

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::{Kind, Tokenizer};
-use crate::data::cuts::Cuts;
 use crate::data::parts::Part;
+use crate::data::split_points::SplitPoints;
 use crate::{Error, Result};
 
 impl Tokenizer {
@@ -123,11 +123,11 @@ impl Tokenizer {
     }
 
     /// Where documents can be cut into parts.
-    pub fn cuts(&self) -> Cuts {
+    pub fn split_points(&self) -> SplitPoints {
         match &self.kind {
-            Kind::Byte => Cuts::anywhere(),
-            Kind::Numbers => Cuts::behind_spaces(),
-            Kind::HuggingFace { inner, .. } => Cuts::of(inner),
+            Kind::Byte => SplitPoints::anywhere(),
+            Kind::Numbers => SplitPoints::behind_spaces(),
+            Kind::HuggingFace { inner, .. } => SplitPoints::of(inner),
         }
     }
 

@@ -200,7 +200,7 @@ fn of_passes(order: &str) -> Schedule {
 #[test]
 fn weight_gradients_come_once_after_their_input_gradients_and_in_microbatch_order() {
     let halves = of_passes("F0 F1 I0 I1 W0 W1");
-    assert_eq!(simulate(&halves, &even(&halves, 1, 2)).unwrap().peak_owed, [2]);
+    assert_eq!(simulate(&halves, &even(&halves, 1, 2)).unwrap().peak_delayed, [2]);
     for (order, why) in [
         ("F0 W0 I0", "comes before its input gradients"),
         ("F0 I0 W0 W0", "runs a second time"),

@@ -125,7 +125,7 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         Nothing,
-        "--use-distributed-optimizer cuts the state by elements",
+        "--use-distributed-optimizer split_points the state by elements",
         "use-layer-wise-distributed-optimizer no-use-layer-wise-param-layout muon-no-split-qkv muon-use-nesterov \
          muon-nesterov muon-split-qkv muon-use-syrk soap-use-kl-shampoo",
     ),

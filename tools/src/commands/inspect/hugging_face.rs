@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use indicatif::{DecimalBytes, HumanCount};
 use megatron::checkpoint::{Float, ShardFile};
 use megatron::{Error, files};
-use models::hf::{COMPANIONS, CONFIG, HfConfig, HfFiles, HfModel};
+use models::hf::{CONFIG, HfConfig, HfFiles, HfModel, SIDECAR_FILES};
 use serde_json::Value;
 
 use super::{fact, short};
@@ -52,7 +52,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         None
     };
     // Import takes them along.
-    for file in COMPANIONS.map(|name| path.join(name)).iter().filter(|file| is_listed(file)) {
+    for file in SIDECAR_FILES.map(|name| path.join(name)).iter().filter(|file| is_listed(file)) {
         files::open_binary(file).map_err(|e| Error::io("open", file, e))?;
     }
     let files = HfFiles::open(path)?;

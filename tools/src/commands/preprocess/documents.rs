@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use megatron::Error;
-use megatron::data::{Cuts, Part, Parts};
+use megatron::data::{Part, Parts, SplitPoints};
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::input::{Format, Input};
@@ -122,7 +122,7 @@ fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
 pub struct Pieces {
     inputs: VecDeque<Input>,
     keys: Vec<String>,
-    cuts: Arc<Cuts>,
+    split_points: Arc<SplitPoints>,
     current: Option<(Arc<Path>, Reader)>,
 }
 
@@ -133,12 +133,16 @@ enum Reader {
 }
 
 impl Pieces {
-    /// Those of `inputs`, for `keys`; text files are cut where `cuts` allow it.
-    pub fn new(inputs: impl IntoIterator<Item = Input>, keys: &[String], cuts: Cuts) -> Self {
+    /// Those of `inputs`, for `keys`; text files are cut where `split_points` allow it.
+    pub fn new(
+        inputs: impl IntoIterator<Item = Input>,
+        keys: &[String],
+        split_points: SplitPoints,
+    ) -> Self {
         Self {
             inputs: inputs.into_iter().collect(),
             keys: keys.to_vec(),
-            cuts: Arc::new(cuts),
+            split_points: Arc::new(split_points),
             current: None,
         }
     }
@@ -159,7 +163,7 @@ impl Pieces {
             let reader = match input.format {
                 Format::JsonLines => Reader::Lines(input.open()?, 0),
                 Format::Text => {
-                    Reader::Parts(Parts::new(&input.path, input.open()?, self.cuts.clone()))
+                    Reader::Parts(Parts::new(&input.path, input.open()?, self.split_points.clone()))
                 }
                 Format::Parquet => Reader::Rows(Rows::open(&input.path, &self.keys)?),
             };
@@ -359,7 +363,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
-        Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere()).collect()
+        Pieces::new([Input::new(&path).unwrap()], &["text".into()], SplitPoints::anywhere())
+            .collect()
     }
 
     #[test]
@@ -385,7 +390,7 @@ mod tests {
         std::io::copy(&mut std::io::repeat(b'a').take(LONGEST_LINE + 5), &mut encoder).unwrap();
         encoder.finish().unwrap();
         let found: Vec<_> =
-            Pieces::new([Input::new(&path).unwrap()], &["text".into()], Cuts::anywhere())
+            Pieces::new([Input::new(&path).unwrap()], &["text".into()], SplitPoints::anywhere())
                 .take(2)
                 .collect();
         let message = found[0].as_ref().unwrap_err().to_string();

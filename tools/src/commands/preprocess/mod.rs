@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use megatron::data::{Cuts, IndexedWriter, Part, TokenType, Tokenizer};
+use megatron::data::{IndexedWriter, Part, SplitPoints, TokenType, Tokenizer};
 use rayon::prelude::*;
 
 use crate::cli::flags::{ChosenTokenizer, TokenizerFlags};
@@ -158,7 +158,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     let mut progress = Progress::new();
     let (sender, batches) = sync_channel(AHEAD);
     std::thread::scope(|scope| {
-        let pieces = Pieces::new(inputs, &args.json_keys, tokenizer.cuts());
+        let pieces = Pieces::new(inputs, &args.json_keys, tokenizer.split_points());
         scope.spawn(move || send_batches(pieces, &sender));
         // Dropped on an error, so that the reader stops.
         for batch in batches {
@@ -196,12 +196,12 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
     create_folder(&args.output)?;
     let keys = args.json_keys.clone();
     let texts =
-        Pieces::new(inputs, &keys.clone(), Cuts::between_words()).flat_map(
-            move |piece| match piece.and_then(|piece| piece.texts(&keys)) {
+        Pieces::new(inputs, &keys.clone(), SplitPoints::between_words()).flat_map(move |piece| {
+            match piece.and_then(|piece| piece.texts(&keys)) {
                 Ok(texts) => texts.into_iter().flatten().map(Ok).collect(),
                 Err(error) => vec![Err(error)],
-            },
-        );
+            }
+        });
     let tokenizer = Tokenizer::train_on(texts, args.vocab_size, &args.output)?;
     print_line(&format!("{}: {} tokens", args.output.display(), tokenizer.vocab_size()));
     Ok(0)

@@ -161,7 +161,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     }
     if run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
         && let Some(path) = checkpoint::to_load(&run.checkpoint)?
-        && let file = checkpoint::beside(&path)?.join(TOKENIZER_FILE)
+        && let file = checkpoint::checkpoints_folder(&path)?.join(TOKENIZER_FILE)
         && file.exists()
     {
         run.data.tokenizer = Some(file.to_string_lossy().into_owned());
@@ -309,10 +309,14 @@ fn run_rank(
     // Ranks of a launcher have no supervisor that looked before.
     check_outputs(run, world.rank())?;
     // Before anything is written there.
-    let claim =
-        run.checkpoint.save.as_ref().map(|save| checkpoint::claim(save, &world)).transpose()?;
+    let lock = run
+        .checkpoint
+        .save
+        .as_ref()
+        .map(|save| checkpoint::lock_folder(save, &world))
+        .transpose()?;
     if let (0, Some(save)) = (world.rank(), &run.checkpoint.save) {
-        place_companions(run, save, &datasets)?;
+        place_sidecar_files(run, save, &datasets)?;
     }
     let dtype = run.training.precision.dtype();
     let p = &run.parallel;
@@ -321,7 +325,7 @@ fn run_rank(
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
     let trainer = trainer.insert(Trainer::new(run, &model, world.clone(), &sources, device)?);
-    claim.into_iter().for_each(|claim| trainer.hold(claim));
+    lock.into_iter().for_each(|lock| trainer.hold(lock));
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
@@ -388,7 +392,7 @@ fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
 
 /// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came
 /// with a Hugging Face model.
-fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
+fn place_sidecar_files(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
     if let Some(tokenizer) = tokenizer {
         tokenizer.refuse_to_replace(save)?;
@@ -405,13 +409,13 @@ fn place_companions(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result
         hf::copy_tokenizer(folder, save, model.is_none())?;
     }
     if let Some(folder) = model {
-        hf::copy_companions(folder, save, apart.is_none() && same_tokens(folder))?;
+        hf::copy_sidecar_files(folder, save, apart.is_none() && same_tokens(folder))?;
     }
     if let Some(path) = checkpoint::to_load(&run.checkpoint)?
-        && let beside = checkpoint::beside(&path)?
+        && let beside = checkpoint::checkpoints_folder(&path)?
         && !checkpoint::same_folder(&beside, save)
     {
-        hf::carry_companions(&beside, save, same_tokens(&beside))?;
+        hf::carry_sidecar_files(&beside, save, same_tokens(&beside))?;
     }
     if let Some(tokenizer) = tokenizer {
         tokenizer.save_into(save)?;

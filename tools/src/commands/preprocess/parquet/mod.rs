@@ -8,8 +8,8 @@
 //! Why not the `parquet` crate: of 4,463 files, mutated or made by hand, under a limit of 512 MiB,
 //! its version 60.1 ran out of memory on 49 (109 bytes are enough), panicked on 53, overflowed the
 //! stack on one, and took 256 MiB for 124 bytes on others; its zstd is C. This reader survives all
-//! of them and takes less than 64 MiB. A child process would contain that, but not say what is wrong
-//! where, nor tell a hostile file from a large one.
+//! of them and takes less than 64 MiB. A child process would contain that, but not say what is
+//! wrong where, nor tell a hostile file from a large one.
 
 mod encoding;
 mod metadata;

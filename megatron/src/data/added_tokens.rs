@@ -57,7 +57,7 @@ impl Texts {
 }
 
 /// The added tokens of a tokenizer, with their ids, in the order of these.
-pub(super) fn added(tokenizer: &Tokenizer) -> Vec<(u32, AddedToken)> {
+pub(super) fn added_tokens(tokenizer: &Tokenizer) -> Vec<(u32, AddedToken)> {
     let mut tokens: Vec<(u32, AddedToken)> =
         tokenizer.get_added_tokens_decoder().into_iter().collect();
     tokens.sort_by_key(|(id, _)| *id);

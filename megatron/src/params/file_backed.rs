@@ -28,7 +28,7 @@ const OP: &str = "optimizer-state";
 /// `len` elements of a dtype in files that have no name: when nobody holds them any more, or the
 /// process ends however it does, their space is free.
 #[derive(Clone, Debug)]
-pub struct Filed {
+pub struct FileBacked {
     files: Arc<Files>,
     dtype: DType,
     /// First byte.
@@ -45,7 +45,7 @@ struct Files {
 }
 
 impl Files {
-    /// Zeros; as [`Filed::zeros`].
+    /// Zeros; as [`FileBacked::zeros`].
     fn zeros(folder: &Path, len: usize) -> Result<Self> {
         fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, error))?;
         let each = len.div_ceil(BLOCK).div_ceil(FILES) * BLOCK;
@@ -94,7 +94,7 @@ fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     std::iter::once((at, first)).filter(|&(_, len)| len > 0).chain(later)
 }
 
-impl Filed {
+impl FileBacked {
     /// Zeros: as many as each of `parts` says, of its dtype, in the same files on the disk of
     /// `folder`, which is made if it is not there.
     ///
@@ -283,9 +283,9 @@ mod tests {
         // Longer than what a thread reads at a time, and no multiple of it.
         let n = (FILES + 2) * BLOCK / 4 + 77;
         let kept =
-            Filed::zeros(folder.path(), &[(n, DType::F32), (5, DType::BF16), (0, DType::F32)])
+            FileBacked::zeros(folder.path(), &[(n, DType::F32), (5, DType::BF16), (0, DType::F32)])
                 .unwrap();
-        let read = |kept: &Filed| {
+        let read = |kept: &FileBacked| {
             let to = Tensor::ones(kept.len(), kept.dtype(), &Device::Cpu).unwrap();
             kept.read(&to).unwrap();
             to.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
@@ -310,12 +310,12 @@ mod tests {
     fn files_have_no_name() {
         let folder = tempfile::tempdir().unwrap();
         let inside = folder.path().join("made/on/the/way");
-        let kept = Filed::zeros(&inside, &[(1 << 20, DType::F32)]).unwrap();
+        let kept = FileBacked::zeros(&inside, &[(1 << 20, DType::F32)]).unwrap();
         assert_eq!(fs::read_dir(&inside).unwrap().count(), 0);
         kept[0].write(&values(7, 1.)).unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        let refused = Filed::zeros(&file, &[(1, DType::F32)]).unwrap_err().to_string();
+        let refused = FileBacked::zeros(&file, &[(1, DType::F32)]).unwrap_err().to_string();
         assert!(refused.contains("cannot create") && refused.contains("/file"), "{refused}");
     }
 
@@ -323,7 +323,7 @@ mod tests {
     fn room_that_is_not_there_is_missed_at_once() {
         let folder = tempfile::tempdir().unwrap();
         let refused =
-            Filed::zeros(folder.path(), &[(1 << 50, DType::F32)]).unwrap_err().to_string();
+            FileBacked::zeros(folder.path(), &[(1 << 50, DType::F32)]).unwrap_err().to_string();
         assert!(refused.contains("no room for 4194304.00 GiB of optimizer state"), "{refused}");
     }
 }

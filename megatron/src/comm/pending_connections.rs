@@ -15,26 +15,26 @@ pub(crate) const RESERVE: usize = 64;
 /// Connections that are being served. One that there is no room for takes the place of the one that
 /// has been silent for longest, of those that said least of who they are: whoever only holds
 /// connections open keeps nobody out.
-pub(crate) struct Lobby {
+pub(crate) struct PendingConnections {
     most: usize,
-    guests: Mutex<Guests>,
+    connections: Mutex<Connections>,
 }
 
 #[derive(Default)]
-struct Guests {
+struct Connections {
     next: u64,
-    inside: BTreeMap<u64, Guest>,
+    inside: BTreeMap<u64, Connection>,
 }
 
-struct Guest {
+struct Connection {
     stream: TcpStream,
-    standing: Standing,
+    state: PeerState,
     heard: Instant,
 }
 
 /// What is known of a connection's other side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Standing {
+pub(crate) enum PeerState {
     /// Nothing.
     Silent,
     /// It speaks the protocol, and has not proved yet who it is.
@@ -43,10 +43,10 @@ pub(crate) enum Standing {
     Known,
 }
 
-impl Lobby {
+impl PendingConnections {
     /// Room for what `ranks` ranks need.
     pub fn new(ranks: usize) -> Self {
-        Self { most: ranks + RESERVE, guests: Mutex::default() }
+        Self { most: ranks + RESERVE, connections: Mutex::default() }
     }
 
     /// Takes a connection in and returns its number; another one may be closed for it.
@@ -55,45 +55,48 @@ impl Lobby {
     /// If the system has no descriptor for it.
     pub fn enter(&self, stream: &TcpStream) -> io::Result<u64> {
         let stream = stream.try_clone()?;
-        let mut guests = lock(&self.guests);
-        if guests.inside.len() >= self.most {
-            let longest =
-                guests.inside.iter().min_by_key(|(_, guest)| (guest.standing, guest.heard));
-            if let Some(guest) =
-                longest.map(|(number, _)| *number).and_then(|number| guests.inside.remove(&number))
+        let mut connections = lock(&self.connections);
+        if connections.inside.len() >= self.most {
+            let longest = connections
+                .inside
+                .iter()
+                .min_by_key(|(_, connection)| (connection.state, connection.heard));
+            if let Some(connection) = longest
+                .map(|(number, _)| *number)
+                .and_then(|number| connections.inside.remove(&number))
             {
                 // Whoever serves it finds it closed. One that is closed already needs no closing.
-                let _ = guest.stream.shutdown(Shutdown::Both);
+                let _ = connection.stream.shutdown(Shutdown::Both);
             }
         }
-        let number = guests.next;
-        guests.next += 1;
-        guests
+        let number = connections.next;
+        connections.next += 1;
+        connections
             .inside
-            .insert(number, Guest { stream, standing: Standing::Silent, heard: Instant::now() });
+            .insert(number, Connection { stream, state: PeerState::Silent, heard: Instant::now() });
         Ok(number)
     }
 
-    /// Connection `number` has said something, by which it is of `standing`.
-    pub fn heard(&self, number: u64, standing: Standing) {
-        if let Some(guest) = lock(&self.guests).inside.get_mut(&number) {
-            (guest.standing, guest.heard) = (standing, Instant::now());
+    /// Connection `number` has said something, by which it is of `state`.
+    pub fn heard(&self, number: u64, state: PeerState) {
+        if let Some(connection) = lock(&self.connections).inside.get_mut(&number) {
+            (connection.state, connection.heard) = (state, Instant::now());
         }
     }
 
-    /// Connection `number` ends, or is no longer for the lobby to close.
+    /// Connection `number` ends, or is no longer for this set to close.
     pub fn leave(&self, number: u64) {
-        lock(&self.guests).inside.remove(&number);
+        lock(&self.connections).inside.remove(&number);
     }
 
     pub fn is_empty(&self) -> bool {
-        lock(&self.guests).inside.is_empty()
+        lock(&self.connections).inside.is_empty()
     }
 
     /// Closes all of them.
     pub fn clear(&self) {
-        for guest in std::mem::take(&mut lock(&self.guests).inside).values() {
-            let _ = guest.stream.shutdown(Shutdown::Both);
+        for connection in std::mem::take(&mut lock(&self.connections).inside).values() {
+            let _ = connection.stream.shutdown(Shutdown::Both);
         }
     }
 }
@@ -153,24 +156,24 @@ mod tests {
     #[test]
     fn one_more_takes_the_place_of_the_one_that_said_least_and_has_been_silent_for_longest() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let lobby = Lobby { most: 3, ..Lobby::new(0) };
+        let pending = PendingConnections { most: 3, ..PendingConnections::new(0) };
         let pairs = [0; 5].map(|_| pair(&listener));
         let numbers: Vec<u64> =
-            pairs[..3].iter().map(|[_, there]| lobby.enter(there).unwrap()).collect();
+            pairs[..3].iter().map(|[_, there]| pending.enter(there).unwrap()).collect();
         // The first two have spoken, and of these one has proved who it is.
-        lobby.heard(numbers[0], Standing::Known);
-        lobby.heard(numbers[1], Standing::Introduced);
+        pending.heard(numbers[0], PeerState::Known);
+        pending.heard(numbers[1], PeerState::Introduced);
         let closed = || pairs.each_ref().map(|[here, _]| is_closed(here));
-        let fourth = lobby.enter(&pairs[3][1]).unwrap();
+        let fourth = pending.enter(&pairs[3][1]).unwrap();
         assert_eq!(closed(), [false, false, true, false, false]);
-        lobby.heard(fourth, Standing::Known);
-        let fifth = lobby.enter(&pairs[4][1]).unwrap();
+        pending.heard(fourth, PeerState::Known);
+        let fifth = pending.enter(&pairs[4][1]).unwrap();
         assert_eq!(closed(), [false, true, true, false, false]);
-        lobby.leave(fifth);
-        lobby.enter(&pairs[4][1]).unwrap();
+        pending.leave(fifth);
+        pending.enter(&pairs[4][1]).unwrap();
         assert_eq!(closed(), [false, true, true, false, false], "there was room");
-        lobby.clear();
-        assert!(lobby.is_empty() && is_closed(&pairs[0][0]) && is_closed(&pairs[4][0]));
+        pending.clear();
+        assert!(pending.is_empty() && is_closed(&pairs[0][0]) && is_closed(&pairs[4][0]));
     }
 
     #[test]

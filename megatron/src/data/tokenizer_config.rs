@@ -40,7 +40,7 @@ const SAID_TWICE: [Twice; 4] = [
 
 /// What the files beside a tokenizer say.
 #[derive(Debug, Default)]
-pub(super) struct Beside {
+pub(super) struct TokenizerConfig {
     /// What ends a document.
     pub eos: Option<String>,
     /// Special tokens spelled out in a text are text.
@@ -55,7 +55,7 @@ pub(super) struct Beside {
     special: Vec<AddedToken>,
 }
 
-impl Beside {
+impl TokenizerConfig {
     /// Reads the files beside `tokenizer`; there may be none.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Beside {
         });
         let special: Vec<AddedToken> = special.collect();
         tokenizer.add_tokens(special).map_err(unusable)?;
-        let mut given = super::added::added(tokenizer);
+        let mut given = super::added_tokens::added_tokens(tokenizer);
         given.retain(|(id, token)| before.get(id) != Some(token));
         Ok(given)
     }

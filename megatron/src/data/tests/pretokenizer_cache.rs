@@ -7,7 +7,7 @@ use tokenizers::Tokenizer;
 
 use super::Random;
 use crate::data::bpe::train_bpe;
-use crate::data::words::Words;
+use crate::data::pretokenizer_cache::PretokenizerCache;
 
 /// Pieces of text that meet every alternative of the expressions, whole and cut.
 const PIECES: [&str; 40] = [
@@ -84,7 +84,7 @@ fn compare(json: &serde_json::Value, all: bool) {
 }
 
 fn compare_with(tokenizer: &Tokenizer, all: bool) {
-    let words = Words::of(tokenizer).unwrap();
+    let words = PretokenizerCache::of(tokenizer).unwrap();
     let mut random = Random(7);
     let mut taken = 0;
     for _ in 0..2000 {
@@ -123,13 +123,16 @@ fn texts_with_tokens_that_are_cut_out_first_are_left_to_the_library() {
     json["added_tokens"].as_array_mut().unwrap().push(token);
     compare(&json, false);
     let tokenizer = opened(&json);
-    assert_eq!(Words::of(&tokenizer).unwrap().encode(&tokenizer, "a <tool> b").unwrap(), None);
+    assert_eq!(
+        PretokenizerCache::of(&tokenizer).unwrap().encode(&tokenizer, "a <tool> b").unwrap(),
+        None
+    );
 }
 
 #[test]
 fn long_words_and_many_different_ones_are_encoded_alike() {
     let tokenizer = opened(&trained());
-    let words = Words::of(&tokenizer).unwrap();
+    let words = PretokenizerCache::of(&tokenizer).unwrap();
     let mut text = "the".repeat(1000) + &" ".repeat(1000);
     // More words than are remembered.
     (0..140_000).for_each(|i| text += &format!(" {i}"));
@@ -156,9 +159,9 @@ fn tokenizers_that_do_more_are_left_to_the_library() {
         opened(&split(r"\p{L}+|\s+")),
     ];
     for (i, tokenizer) in others.iter().enumerate() {
-        assert!(Words::of(tokenizer).is_none(), "{i}");
+        assert!(PretokenizerCache::of(tokenizer).is_none(), "{i}");
     }
     // And one that would never get on.
     let tokenizer = opened(&split(r"b*|\s+(?!\S)|\s+"));
-    assert_eq!(Words::of(&tokenizer).unwrap().encode(&tokenizer, "abc").unwrap(), None);
+    assert_eq!(PretokenizerCache::of(&tokenizer).unwrap().encode(&tokenizer, "abc").unwrap(), None);
 }

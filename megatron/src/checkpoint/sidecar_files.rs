@@ -22,9 +22,9 @@ fn read(path: &Path) -> Result<Option<Vec<u8>>> {
 
 /// Small files on their way beside a checkpoint. They are in memory, so that it does not matter
 /// where they came from.
-pub struct Companions(Vec<Companion>);
+pub struct SidecarFiles(Vec<SidecarFile>);
 
-struct Companion {
+struct SidecarFile {
     from: PathBuf,
     to: PathBuf,
     contents: Vec<u8>,
@@ -32,22 +32,22 @@ struct Companion {
     replaces: bool,
 }
 
-impl Companions {
+impl SidecarFiles {
     /// Reads those files of `pairs` (from, to) that there are and that are not in their place yet.
     ///
     /// # Errors
     /// If the system refuses.
     pub fn read(pairs: impl IntoIterator<Item = (PathBuf, PathBuf)>) -> Result<Self> {
-        let mut companions = Vec::new();
+        let mut sidecars = Vec::new();
         for (from, to) in pairs {
             let Some(contents) = read(&from)? else { continue };
             let there = read(&to)?;
             // Also where both are one file.
             if there.as_ref() != Some(&contents) {
-                companions.push(Companion { from, to, contents, replaces: there.is_some() });
+                sidecars.push(SidecarFile { from, to, contents, replaces: there.is_some() });
             }
         }
-        Ok(Self(companions))
+        Ok(Self(sidecars))
     }
 
     /// Asserts that no other files are in their places.
@@ -55,9 +55,9 @@ impl Companions {
     /// # Errors
     /// Naming the first one.
     pub fn refuse_to_replace(&self) -> Result<()> {
-        match self.0.iter().find(|companion| companion.replaces) {
+        match self.0.iter().find(|sidecar| sidecar.replaces) {
             None => Ok(()),
-            Some(Companion { from, to, .. }) => Err(Error::checkpoint(
+            Some(SidecarFile { from, to, .. }) => Err(Error::checkpoint(
                 to,
                 format!(
                     "is not the file that goes along with the checkpoint, {}, and would be lost; write to another folder, \
@@ -73,13 +73,13 @@ impl Companions {
     /// # Errors
     /// If the system refuses; every place has its old file then, or its new one.
     pub fn place(&self) -> Result<()> {
-        for Companion { to, contents, .. } in &self.0 {
+        for SidecarFile { to, contents, .. } in &self.0 {
             let (Some(folder), Some(name)) = (to.parent(), to.file_name()) else { continue };
             let temp = folder.join(format!(".{}.tmp", name.to_string_lossy()));
             fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
             write_synced(&temp, contents)?;
             fs::rename(&temp, to).map_err(|e| Error::io("create", to, e))?;
         }
-        self.0.first().and_then(|companion| companion.to.parent()).map_or(Ok(()), sync_folder)
+        self.0.first().and_then(|sidecar| sidecar.to.parent()).map_or(Ok(()), sync_folder)
     }
 }

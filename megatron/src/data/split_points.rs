@@ -10,8 +10,8 @@ use std::collections::HashSet;
 use serde_json::Value;
 use tokenizers::{ModelWrapper, Tokenizer};
 
-use super::added::{Texts, added};
-use super::words::GPT2;
+use super::added_tokens::{Texts, added_tokens};
+use super::pretokenizer_cache::GPT2;
 
 /// White space that is looked through around a cut, in bytes; where there is more, nothing is cut.
 const LONGEST_RUN: usize = 256;
@@ -20,7 +20,7 @@ const AHEAD: usize = 2 * LONGEST_RUN;
 
 /// Where text can be cut.
 #[derive(Clone, Debug)]
-pub struct Cuts {
+pub struct SplitPoints {
     rule: Rule,
     /// Tokens that are cut out first, as they stand in a text. Nothing is cut near them: they
     /// change what is done to their neighbours.
@@ -67,7 +67,7 @@ struct Pairs {
     known: Option<HashSet<char>>,
 }
 
-impl Cuts {
+impl SplitPoints {
     /// Where a token is a byte.
     pub fn anywhere() -> Self {
         Self::without_added(Rule::Anywhere)
@@ -410,5 +410,5 @@ fn texts_of_added(tokenizer: &Tokenizer) -> Option<Texts> {
         };
         Some((text, id))
     };
-    Texts::new(added(tokenizer).into_iter().map(text).collect::<Option<Vec<_>>>()?)
+    Texts::new(added_tokens(tokenizer).into_iter().map(text).collect::<Option<Vec<_>>>()?)
 }

@@ -23,20 +23,20 @@ const MARK: &str = ".seen-by-all-ranks-";
 
 /// The right to save into a folder, held until dropped. Rank 0 has the lock for all ranks.
 #[derive(Debug)]
-pub struct Claim {
+pub struct FolderLock {
     dir: PathBuf,
     /// The folder itself, wherever its path leads later; locked, unless the file system knows no
     /// locks.
     folder: Option<File>,
 }
 
-impl Claim {
-    /// Whether `dir`, as it is written, is what was claimed.
+impl FolderLock {
+    /// Whether `dir`, as it is written, is what was locked.
     pub fn is_of(&self, dir: &Path) -> bool {
         self.dir == dir
     }
 
-    /// Sees to it that the path still leads to the folder that was claimed: one that was moved or
+    /// Sees to it that the path still leads to the folder that was locked: one that was moved or
     /// replaced meanwhile would mix two runs' checkpoints. Collective over `world`.
     ///
     /// # Errors
@@ -60,23 +60,23 @@ impl Claim {
     }
 }
 
-/// Claims `dir`, which is created if need be, for the run of `world`, and sees to it that it is one
+/// Locks `dir`, which is created if need be, for the run of `world`, and sees to it that it is one
 /// folder for all ranks, which else the first save would find out. Collective over `world`.
 ///
-/// Where a file system knows no locks of folders (some network file systems), the claim is granted
+/// Where a file system knows no locks of folders (some network file systems), the lock is granted
 /// unseen.
 ///
 /// # Errors
 /// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank
 /// does not see what rank 0 wrote.
-pub fn claim(dir: &Path, world: &Group) -> Result<Claim> {
+pub fn lock_folder(dir: &Path, world: &Group) -> Result<FolderLock> {
     let mine = if world.rank() == 0 { lock(dir).map(Some) } else { Ok(None) };
     agree(dir, world, mine.as_ref().err())?;
-    let claim = Claim { dir: dir.to_path_buf(), folder: mine.ok().flatten() };
+    let held = FolderLock { dir: dir.to_path_buf(), folder: mine.ok().flatten() };
     if world.size() > 1 {
         see_together(dir, world)?;
     }
-    Ok(claim)
+    Ok(held)
 }
 
 /// # Errors
@@ -137,13 +137,13 @@ fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
     }
 }
 
-/// Claims `dir` for this process, which is no rank: the one that imports or reshards.
+/// Locks `dir` for this process, which is no rank: the one that imports or reshards.
 ///
 /// # Errors
-/// As [`claim`].
-pub(super) fn claim_alone(dir: &Path) -> Result<Claim> {
+/// As [`lock_folder`].
+pub(super) fn lock_folder_alone(dir: &Path) -> Result<FolderLock> {
     let folder = lock(dir).map_err(|refusal| Error::checkpoint(dir, refusal))?;
-    Ok(Claim { dir: dir.to_path_buf(), folder: Some(folder) })
+    Ok(FolderLock { dir: dir.to_path_buf(), folder: Some(folder) })
 }
 
 /// `dir`, locked where there are locks, or why this run may not save there.
@@ -164,14 +164,14 @@ mod tests {
     use super::*;
     use crate::comm::threads;
 
-    /// Ranks claim a folder each, or all the same.
-    fn claims(dirs: &[&Path]) -> Vec<Result<Claim>> {
+    /// Ranks lock a folder each, or all the same.
+    fn lock_folders(dirs: &[&Path]) -> Vec<Result<FolderLock>> {
         let world = threads::world(dirs.len());
         thread::scope(|scope| {
             let ranks: Vec<_> = world
                 .iter()
                 .zip(dirs)
-                .map(|(rank, dir)| scope.spawn(move || claim(dir, rank)))
+                .map(|(rank, dir)| scope.spawn(move || lock_folder(dir, rank)))
                 .collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
@@ -184,7 +184,7 @@ mod tests {
         fs::create_dir(&dir).unwrap();
         // Of a run that was killed as it looked.
         fs::write(dir.join(format!("{MARK}abc")), "").unwrap();
-        assert!(claims(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
+        assert!(lock_folders(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
     }
 
@@ -199,14 +199,13 @@ mod tests {
                 .map(|rank| {
                     let (dir, elsewhere) = (&dir, &elsewhere);
                     scope.spawn(move || {
-                        let claim = claim(dir, rank).unwrap();
+                        let held = lock_folder(dir, rank).unwrap();
                         // Rank 0 does something to the folder, and both look.
                         let told = |change: &dyn Fn()| {
                             if rank.rank() == 0 {
                                 change();
                             }
-                            claim
-                                .require_in_place(rank)
+                            held.require_in_place(rank)
                                 .err()
                                 .map_or(String::new(), |error| error.to_string())
                         };
@@ -239,7 +238,7 @@ mod tests {
     #[test]
     fn folders_of_the_same_name_on_several_machines_are_told_apart_on_every_rank() {
         let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        for refused in claims(&[here.path(), here.path(), there.path()]) {
+        for refused in lock_folders(&[here.path(), here.path(), there.path()]) {
             let message = refused.unwrap_err().to_string();
             assert!(
                 message.contains("is not one folder for all ranks: rank 2 does not see"),

@@ -4,7 +4,8 @@
 //! word by itself (Radford et al. 2019, GPT-2; the same in Llama 3 and Qwen2). Text repeats its
 //! words, so nearly all of them are found in a table, and the model of the `tokenizers` crate is
 //! asked for the others only. The tokens are those of the crate's own `encode`, to the last one:
-//! whatever is not certain to be is left to it ([`Words::of`], [`Words::encode`]).
+//! whatever is not certain to be is left to it ([`PretokenizerCache::of`],
+//! [`PretokenizerCache::encode`]).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -18,7 +19,7 @@ use tokenizers::pre_tokenizers::split::SplitPattern;
 use tokenizers::tokenizer::{Model, SplitDelimiterBehavior, Tokenizer};
 use tokenizers::{AddedToken, ModelWrapper, Result};
 
-use super::added::{Texts, added};
+use super::added_tokens::{Texts, added_tokens};
 
 /// How GPT-2 cuts text into words.
 pub(super) const GPT2: &str =
@@ -35,7 +36,7 @@ const MOST_WORDS: usize = 1 << 17;
 
 /// What cuts text into words, and the words met so far.
 #[derive(Debug)]
-pub(super) struct Words {
+pub(super) struct PretokenizerCache {
     regex: Regex,
     /// Tokens that are cut out before anything else, and nothing with them.
     plain: Texts,
@@ -56,7 +57,7 @@ struct Memory {
     tokens: Vec<u32>,
 }
 
-impl Words {
+impl PretokenizerCache {
     /// `None` where a tokenizer does more than to cut text by one expression and to encode the
     /// words' bytes.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
@@ -88,7 +89,8 @@ impl Words {
         // Other expressions that look ahead or behind are no regular ones, and are refused here.
         let regex = Regex::new_many(&[pattern.strip_suffix(SPACES)?, r"\s+"]).ok()?;
         let literal = tokenizer.get_encode_special_tokens();
-        let added = added(tokenizer).into_iter().filter(|(_, token)| !(literal && token.special));
+        let added =
+            added_tokens(tokenizer).into_iter().filter(|(_, token)| !(literal && token.special));
         let (plain, others): (Vec<_>, Vec<_>) = added.partition(|(_, token)| {
             !(literal || token.normalized || token.single_word || token.lstrip || token.rstrip)
         });

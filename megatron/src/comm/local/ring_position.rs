@@ -19,14 +19,14 @@ const ALONE: Duration = Duration::from_micros(2);
 
 /// A position on its own cache line.
 #[repr(C, align(64))]
-pub struct Side {
+pub struct RingPosition {
     /// Bytes or blocks that this side has written or read so far, modulo 2³².
     pub position: AtomicU32,
     /// Others that sleep until `position` changes, or are about to.
     sleepers: AtomicU32,
 }
 
-impl Side {
+impl RingPosition {
     /// Publishes that this side has moved on, and wakes the other if it sleeps.
     pub fn publish(&self, position: u32) {
         // In one order with what `wait` does: either this side sees a sleeper, or the sleeper sees
