@@ -8,16 +8,17 @@ use std::sync::Arc;
 
 use candle_core::{Device, Module, Tensor};
 use candle_nn::{Init, VarBuilder};
+use kernels::ops::activation::{relu, relu_backward};
 use megatron::Result;
 use megatron::checkpoint::{self, Manifest};
 use megatron::config::{ModelConfig, Recompute, RecomputeMethod, RunConfig, TrainingConfig};
 use megatron::data::SampleSource;
 use megatron::params::{ParamId, ParamSpec, ParamsBuilder, Partition};
 use megatron::pipeline::Chunk;
-use megatron::tensor_parallel::layout::Stream;
+use megatron::tensor_parallel::layout::{FeatureSharded, Stream};
 use megatron::tensor_parallel::{
-    Activation, AutogradLayer, Ctx, Features, Input, Layer, Linear, LinearSpec, MeanSquaredError,
-    Output, Saved,
+    Activation, AutogradLayer, ColumnParallelLinear, Ctx, Features, Input, Layer, Linear,
+    LinearSpec, MeanSquaredError, Output, RowParallelLinear, Saved,
 };
 use megatron::train::{Ends, ModelBuilder, Sources, Trainer, reshard_tensors};
 use models::{Gpt, SavedGpt};
@@ -39,6 +40,8 @@ enum Extra {
     Norm,
     /// A bias, used on this rank's part of the tokens; whether it says so.
     Bias { declared: bool },
+    /// A feed-forward network of a column-parallel and a row-parallel layer.
+    Pair,
 }
 
 fn network(vb: VarBuilder) -> candle_core::Result<impl Module + use<>> {
@@ -82,6 +85,48 @@ impl Layer for Bias {
     }
 }
 
+/// `x + down(relu(up(x)))`.
+struct Pair {
+    up: ColumnParallelLinear,
+    down: RowParallelLinear,
+}
+
+impl Pair {
+    fn declare(name: &str, sequence_parallel: bool, params: &mut ParamsBuilder) -> Self {
+        let spec = |which, in_features, out_features| LinearSpec {
+            name: format!("{name}.{which}"),
+            in_features,
+            out_features,
+            bias: true,
+            init_std: 0.2,
+        };
+        Self {
+            up: ColumnParallelLinear::declare(&spec("up", 32, 48), 1, params),
+            down: RowParallelLinear::declare(&spec("down", 48, 32), sequence_parallel, params),
+        }
+    }
+}
+
+impl Layer for Pair {
+    fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
+        let h = self.up.forward(&ctx.tp.enter(&x)?, ctx)?;
+        let activated = FeatureSharded(relu(&h.0)?);
+        let y = (&x.0 + self.down.project(&activated, ctx)?.0)?;
+        Ok((Stream(y), Saved::new((x, h, activated))))
+    }
+
+    fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream> {
+        let (x, h, activated): (Stream, FeatureSharded, FeatureSharded) = saved.take()?;
+        let da = self.down.project_backward(&dy, &activated, ctx)?;
+        let dh = FeatureSharded(relu_backward(&da.0, &h.0)?);
+        Ok(Stream((dy.0 + self.up.backward(&dh, &x, ctx)?.0)?))
+    }
+
+    fn params(&self) -> Vec<ParamId> {
+        self.up.params().chain(self.down.params()).collect()
+    }
+}
+
 struct Extended {
     gpt: Gpt,
     extra: Extra,
@@ -109,6 +154,7 @@ impl Extended {
                 tie_group: None,
                 grad_partial_over_tp: declared && self.sequence_parallel,
             }))),
+            Extra::Pair => Box::new(Pair::declare(&name, self.sequence_parallel, params)),
         })
     }
 }
@@ -180,32 +226,32 @@ fn agree(what: &str, cut: &[f64], alone: &[f64]) {
 }
 
 #[test]
-fn layers_in_candle_train_on_every_layout_as_in_one_process() {
+fn custom_layers_train_on_every_layout_as_in_one_process() {
     for style in [Style::Gpt2, Style::Llama] {
         let config = || tiny(style, 0.0);
-        let [network, mean, bias] = [Extra::Network, Extra::Mean, Extra::Bias { declared: true }]
-            .map(|extra| {
-                let alone = extended(&config(), extra).unwrap();
-                let least = alone.iter().copied().fold(f64::MAX, f64::min);
-                assert!(least < alone[0] - 0.02, "learns nothing: {alone:?}");
-                (extra, alone)
-            });
+        let extras = [Extra::Network, Extra::Mean, Extra::Bias { declared: true }, Extra::Pair];
+        let [network, mean, bias, pair] = extras.map(|extra| {
+            let alone = extended(&config(), extra).unwrap();
+            let least = alone.iter().copied().fold(f64::MAX, f64::min);
+            assert!(least < alone[0] - 0.02, "learns nothing: {alone:?}");
+            (extra, alone)
+        });
         assert!(network.1 != mean.1 && mean.1 != bias.1);
         for (what, cut, runs) in [
-            ("dp 2, ZeRO-1", zero_1(layout(config(), 2, 1, 1)), [&network, &mean]),
-            ("tp 2", layout(config(), 1, 2, 1), [&network, &bias]),
-            ("tp 2, sp", sequence_parallel(layout(config(), 1, 2, 1)), [&mean, &bias]),
-            ("cp 2", context(config(), 2), [&network, &bias]),
+            ("dp 2, ZeRO-1", zero_1(layout(config(), 2, 1, 1)), vec![&network, &mean, &pair]),
+            ("tp 2", layout(config(), 1, 2, 1), vec![&network, &bias, &pair]),
+            ("tp 2, sp", sequence_parallel(layout(config(), 1, 2, 1)), vec![&mean, &bias, &pair]),
+            ("cp 2", context(config(), 2), vec![&network, &bias]),
             (
                 "tp 2, sp, cp 2, full recompute",
                 recomputing(sequence_parallel(context(layout(config(), 1, 2, 1), 2))),
-                [&network, &bias],
+                vec![&network, &bias, &pair],
             ),
-            ("pp 2, interleaved", interleave(layout(config(), 1, 1, 2), 2), [&network, &mean]),
+            ("pp 2, interleaved", interleave(layout(config(), 1, 1, 2), 2), vec![&network, &mean]),
             (
                 "dp 2, tp 2, pp 2, delayed weight gradients",
                 delaying(sequence_parallel(layout(config(), 2, 2, 2))),
-                [&mean, &bias],
+                vec![&mean, &bias, &pair],
             ),
         ] {
             for (extra, alone) in runs {

@@ -163,6 +163,30 @@ impl RowParallelLinear {
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
+    /// `[s, b, in/tp]` → `[s, b, out]` cut as the residual stream is: the sum over tp with its bias,
+    /// joined to nothing.
+    pub fn project(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
+        let y = kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), None)?;
+        let y = ctx.tp.exit(Partial(y))?;
+        let bias = self.bias.map(|id| ctx.weight(id));
+        Ok(Stream(bias_dropout_add(&y.0, bias, None, None)?))
+    }
+
+    /// Gradient of the input `x` of [`project`](Self::project); those of weight and bias are
+    /// accumulated.
+    pub fn project_backward(
+        &self,
+        dy: &Stream,
+        x: &FeatureSharded,
+        ctx: &Ctx,
+    ) -> Result<FeatureSharded> {
+        let whole = ctx.tp.begin_exit_backward(dy)?;
+        self.bias.map_or(Ok(()), |id| ctx.bias_grad(&dy.0, id))?;
+        let whole = whole.finish()?;
+        self.backward_weight(&whole, x, ctx)?;
+        self.backward_input(&whole, ctx)
+    }
+
     pub fn bias(&self) -> Option<ParamId> {
         self.bias
     }

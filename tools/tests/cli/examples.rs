@@ -6,10 +6,11 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use yaml_rust2::{Yaml, YamlLoader};
+use serde_json::Value;
 
 use crate::site::{SOON, Site, ended, free_port};
 use crate::support::{megatron, stderr, stdout};
+use crate::yaml;
 
 /// Run files, each with what makes its model small enough for a test. The last one trains on the
 /// hosts of [`HOSTFILE`].
@@ -290,25 +291,25 @@ fn the_script_for_slurm_starts_a_rank_a_gpu_and_is_queued_again_after_saving() {
 }
 
 /// The only document of `kind`.
-fn document<'a>(documents: &'a [Yaml], kind: &str) -> &'a Yaml {
-    let found: Vec<&Yaml> =
+fn document<'a>(documents: &'a [Value], kind: &str) -> &'a Value {
+    let found: Vec<&Value> =
         documents.iter().filter(|one| one["kind"].as_str() == Some(kind)).collect();
     assert_eq!(found.len(), 1, "{kind}");
     found[0]
 }
 
 /// The one in a list whose name is `name`.
-fn named<'a>(list: &'a Yaml, name: &str) -> &'a Yaml {
-    let found = list.as_vec().unwrap().iter().find(|one| one["name"].as_str() == Some(name));
+fn named<'a>(list: &'a Value, name: &str) -> &'a Value {
+    let found = list.as_array().unwrap().iter().find(|one| one["name"].as_str() == Some(name));
     found.unwrap_or_else(|| panic!("no {name} in {list:?}"))
 }
 
 #[test]
 fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
-    let documents = YamlLoader::load_from_str(&text_of(KUBERNETES)).unwrap();
+    let documents = yaml::documents(&text_of(KUBERNETES));
     let [service, claim, job] =
         ["Service", "PersistentVolumeClaim", "Job"].map(|kind| document(&documents, kind));
-    let name_of = |one: &Yaml| one["metadata"]["name"].as_str().unwrap().to_string();
+    let name_of = |one: &Value| one["metadata"]["name"].as_str().unwrap().to_string();
     let (spec, pod) = (&job["spec"], &job["spec"]["template"]["spec"]);
     // A pod for each machine, all at once.
     assert_eq!(spec["completionMode"].as_str(), Some("Indexed"));
@@ -330,8 +331,8 @@ fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
     assert_eq!(memory.as_str(), Some("Memory"));
     // The policy on exit codes needs both.
     assert_eq!(pod["restartPolicy"].as_str(), Some("Never"));
-    let rules = spec["podFailurePolicy"]["rules"].as_vec().unwrap();
-    for rule in rules.iter().filter(|rule| !rule["onExitCodes"].is_badvalue()) {
+    let rules = spec["podFailurePolicy"]["rules"].as_array().unwrap();
+    for rule in rules.iter().filter(|rule| !rule["onExitCodes"].is_null()) {
         assert_eq!(rule["onExitCodes"]["containerName"], container["name"]);
     }
     let secret = &named(&container["env"], "MEGATRON_RUN_SECRET")["valueFrom"]["secretKeyRef"];
@@ -344,7 +345,7 @@ fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
 
     // Launchers of both machines, of which each starts its ranks.
     let words: Vec<String> = container["args"]
-        .as_vec()
+        .as_array()
         .unwrap()
         .iter()
         .map(|word| word.as_str().unwrap().into())
@@ -399,7 +400,7 @@ fn the_image_has_this_projects_rust_and_the_user_that_pods_run_as() {
             assert!(dockerfile.lines().any(|line| line.ends_with(&name)), "{name}");
         }
     }
-    let pods = YamlLoader::load_from_str(&text_of(KUBERNETES)).unwrap();
+    let pods = yaml::documents(&text_of(KUBERNETES));
     let user = &document(&pods, "Job")["spec"]["template"]["spec"]["securityContext"]["runAsUser"];
     let user = user.as_i64().unwrap();
     assert!(has(&format!("USER {user}:{user}")), "USER {user}");

@@ -32,3 +32,4 @@ mod strangers_files;
 mod support;
 mod tensorboard;
 mod terminal;
+mod yaml;
