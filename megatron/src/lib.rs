@@ -15,6 +15,8 @@
 //! | [`data`] | text, tokens, datasets, samplers |
 //! | [`train`] | the training loop |
 
+#![warn(missing_docs)]
+
 pub mod checkpoint;
 pub mod comm;
 pub mod config;
