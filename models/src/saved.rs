@@ -17,7 +17,9 @@ use crate::hf::{ORIGIN_CONFIG, SIDECAR_FILES};
 const MOST_RANKS: usize = 1 << 16;
 /// A checkpoint whose tensors are those of the model it names.
 pub struct SavedGpt {
+    /// What the files hold.
     pub manifest: Manifest,
+    /// What the run that wrote it says of itself.
     pub run: SavedRun,
 }
 

@@ -50,11 +50,18 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RunConfig {
+    /// The architecture.
     pub model: ModelConfig,
+    /// How model and batch are cut over ranks.
     pub parallel: ParallelConfig,
+    /// What is read, and how it becomes tokens.
     pub data: DataConfig,
+    /// Batch sizes, length, seed, precision, recompute.
     pub training: TrainingConfig,
+    /// The optimizer and its schedules.
     pub optimizer: OptimizerConfig,
+    /// What is saved where and when, and what a run starts from.
     pub checkpoint: CheckpointConfig,
+    /// What a run reports.
     pub logging: LoggingConfig,
 }

@@ -27,14 +27,17 @@ pub struct ContextParallel {
 }
 
 impl ContextParallel {
+    /// `group`: the ranks that share each sequence, in order of their parts.
     pub fn new(group: Group) -> Self {
         Self { group }
     }
 
+    /// Which part of each sequence is this rank's.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
+    /// cp: the number of parts.
     pub fn size(&self) -> usize {
         self.group.size()
     }

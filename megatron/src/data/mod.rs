@@ -67,10 +67,13 @@ use splits::{Opener, TEST, TRAIN, VALID};
 /// The data of a run, cut into splits.
 #[derive(Clone)]
 pub struct Datasets {
+    /// At least one sample.
     pub train: Arc<dyn SampleSource>,
     /// `None` where the split gives it too little for one sample.
     pub valid: Option<Arc<dyn SampleSource>>,
+    /// As `valid`.
     pub test: Option<Arc<dyn SampleSource>>,
+    /// `None` where the data are tokens and no tokenizer was named.
     pub tokenizer: Option<Tokenizer>,
     /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`,
     /// `reset_attention_mask`).
@@ -87,13 +90,17 @@ pub struct Datasets {
 /// be.
 #[derive(Clone, Debug)]
 pub struct Prepared {
+    /// `None` where the data are tokens and no tokenizer was named.
     pub tokenizer: Option<Tokenizer>,
+    /// One per weighted path or indexed dataset; one for all text without weights.
     pub datasets: Vec<Arc<IndexedDataset>>,
     /// What the user calls each of them, or a part of it.
     pub names: Vec<PathBuf>,
     /// The datasets' shares of the samples, if the data path gave any.
     pub weights: Option<Vec<f64>>,
+    /// As [`Datasets::fingerprint`].
     pub fingerprint: String,
+    /// As [`Datasets::description`].
     pub description: Vec<String>,
 }
 

@@ -18,8 +18,11 @@ use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 pub struct LinearSpec {
     /// Prefix of the parameter names, without `.weight`.
     pub name: String,
+    /// Columns of the weight, over all tp ranks.
     pub in_features: usize,
+    /// Rows of the weight, over all tp ranks.
     pub out_features: usize,
+    /// Whether there is one.
     pub bias: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
@@ -101,6 +104,7 @@ impl ColumnParallelLinear {
         dx.finish()
     }
 
+    /// The weight, and the bias where there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }
@@ -116,6 +120,7 @@ pub struct Join<'a> {
 }
 
 impl<'a> Join<'a> {
+    /// The output will be added to `residual`, after `dropout` where that is given.
     pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
         let by_product = ctx.tp.size() == 1 && dropout.is_none();
         Self { residual, dropout, by_product, place: OnceCell::new() }
@@ -163,6 +168,7 @@ impl RowParallelLinear {
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
+    /// The bias, where there is one.
     pub fn bias(&self) -> Option<ParamId> {
         self.bias
     }
@@ -202,6 +208,7 @@ impl RowParallelLinear {
         ctx.weight_grad(&dy.0, &x.0, self.weight)
     }
 
+    /// The weight, and the bias where there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }

@@ -54,14 +54,17 @@ impl TensorParallel {
         Self { group, sequence_parallel }
     }
 
+    /// The ranks that share each layer.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
+    /// This rank's number among them, from 0.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
+    /// Their number, tp.
     pub fn size(&self) -> usize {
         self.group.size()
     }

@@ -33,8 +33,11 @@ use crate::{Error, Result};
 /// The data of a run.
 #[derive(Clone)]
 pub struct Sources {
+    /// What steps are made with.
     pub train: Arc<dyn SampleSource>,
+    /// What is evaluated during the run, if anything is.
     pub valid: Option<Arc<dyn SampleSource>>,
+    /// What is evaluated at the run's end, if anything is.
     pub test: Option<Arc<dyn SampleSource>>,
     /// What ends documents, if that changes anything.
     pub document_ends: Option<DocumentEnds>,
@@ -268,10 +271,12 @@ impl Trainer {
         self.started = start;
     }
 
+    /// How far the run is.
     pub fn progress(&self) -> Progress {
         self.progress
     }
 
+    /// This rank's groups.
     pub fn groups(&self) -> &ProcessGroups {
         &self.groups
     }

@@ -19,14 +19,20 @@ pub use transform::{QkvShape, Transform};
 /// A family of architectures that share their tensors' names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
+    /// GPT-2: fused QKV, weights stored as `[in, out]`.
     Gpt2,
+    /// Llama: rotary positions, RMSNorm, SwiGLU.
     Llama,
+    /// Mistral: Llama with a sliding window.
     Mistral,
+    /// Qwen2: Llama with a bias of QKV.
     Qwen2,
+    /// Bloom: fused QKV, ALiBi.
     Bloom,
 }
 
 impl Family {
+    /// All that can be read and written.
     pub const ALL: [Self; 5] = [Self::Gpt2, Self::Llama, Self::Mistral, Self::Qwen2, Self::Bloom];
 
     /// `model_type` in `config.json`.
@@ -95,8 +101,11 @@ pub(crate) const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
 /// A parameter and the tensors of a file that make it up.
 #[derive(Clone, Debug)]
 pub struct Planned {
+    /// Of the parameter, in this library's name and shape.
     pub spec: ParamSpec,
+    /// Names in the file, in the order in which `transform` takes them.
     pub theirs: Vec<String>,
+    /// How their values become the parameter's, and back.
     pub transform: Transform,
 }
 
@@ -109,6 +118,7 @@ const SHOWN: usize = 8;
 /// Where parameters come from.
 #[derive(Debug)]
 pub struct Plan {
+    /// As many as there were specs, in their order.
     pub parameters: Vec<Planned>,
     /// An output matrix in the file of a tied model, and the tensor it must equal.
     pub tied_head: Option<String>,

@@ -46,7 +46,9 @@ use crate::{Error, Result};
 /// A rank's place in the world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankInfo {
+    /// This process's number, from 0, below `world_size`.
     pub rank: usize,
+    /// Number of ranks on all hosts.
     pub world_size: usize,
     /// Index among the ranks of this host, where the launcher told it; else [`init`] finds it out.
     pub local_rank: Option<usize>,
@@ -107,6 +109,7 @@ impl RankInfo {
 
 /// All ranks, connected.
 pub struct World {
+    /// The group of all ranks, with this process as its member.
     pub group: Group,
     /// This rank's index among the ranks of its host.
     pub local_rank: usize,
@@ -118,10 +121,20 @@ pub struct World {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// A store over TCP, which this process serves if `is_host` (exactly one does).
-    Tcp { host: String, port: u16, is_host: bool },
+    Tcp {
+        /// Name or address of the host that serves the store.
+        host: String,
+        /// Port of the store.
+        port: u16,
+        /// Whether this process serves it.
+        is_host: bool,
+    },
     /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is
     /// starting.
-    File { dir: PathBuf },
+    File {
+        /// The folder; it is made where it is missing.
+        dir: PathBuf,
+    },
 }
 
 /// How long ranks that have met may take to connect to each other: all are there, and wait for
