@@ -24,12 +24,15 @@ pub mod context_parallel;
 pub mod data;
 pub mod data_parallel;
 pub mod error;
+#[doc(hidden)] // Opens files safely for the sibling crates; no part of training.
 pub mod files;
 pub mod optim;
 pub mod params;
 pub mod pipeline;
+#[doc(hidden)] // Folders of the user's alone, for the sibling crates; no part of training.
 pub mod private;
 pub mod tensor_parallel;
+#[doc(hidden)] // Cleans text that others wrote, for the sibling crates; no part of training.
 pub mod text;
 pub mod topology;
 pub mod train;
