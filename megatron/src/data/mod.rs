@@ -6,6 +6,40 @@
 //! ```
 //! Everything is a function of (files, seed, consumed samples), so there is no state to save and
 //! any rank can be asked for any sample.
+//!
+//! ```
+//! use megatron::config::DataConfig;
+//! use megatron::data::{IndexedDataset, IndexedWriter, SampleCounts, TokenType, open};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! # let text = folder.join("corpus.txt");
+//! # std::fs::write(&text, "What is read is what was written.\n").unwrap();
+//! // Text, of which every byte is a token here.
+//! let config = DataConfig {
+//!     data_path: vec![text.display().to_string()],
+//!     tokenizer: Some("byte".into()),
+//!     split: "1,0,0".into(),
+//!     cache_dir: folder.join("cache"),
+//!     ..Default::default()
+//! };
+//! let asked = SampleCounts { train: 2, valid: 0, test: 0 };
+//! let data = open(&config, 4, 1234, None, asked)?;
+//! let mut sample = [0; 5]; // 4 inputs, each with the next token as its label
+//! data.train.sample(1, &mut sample)?;
+//! assert_eq!(sample.map(|token| token as u8), *b" is r");
+//!
+//! // An indexed dataset, as Megatron-LM's.
+//! let mut writer = IndexedWriter::create(folder.join("tokens"), TokenType::for_vocabulary(1000))?;
+//! writer.add_sequence(&[3, 1, 4, 1, 5])?;
+//! writer.end_document();
+//! writer.finish()?;
+//! let dataset = IndexedDataset::open(folder.join("tokens"))?;
+//! assert_eq!(dataset.read_sequence(0)?, [3, 1, 4, 1, 5]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod added_tokens;
 mod blend;

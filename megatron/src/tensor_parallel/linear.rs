@@ -29,6 +29,12 @@ pub struct LinearSpec {
 }
 
 impl LinearSpec {
+    /// A layer with a bias, whose initial weights have a standard deviation of 1/√`in_features`.
+    pub fn new(name: impl Into<String>, in_features: usize, out_features: usize) -> Self {
+        let init_std = (in_features.max(1) as f64).sqrt().recip();
+        Self { name: name.into(), in_features, out_features, bias: true, init_std }
+    }
+
     fn weight(&self, partition: Partition) -> ParamSpec {
         ParamSpec {
             name: format!("{}.weight", self.name),

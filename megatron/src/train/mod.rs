@@ -1,4 +1,74 @@
 //! The training loop, and what it reports.
+//!
+//! ```
+//! use std::sync::atomic::AtomicBool;
+//!
+//! use candle_core::{Device, Tensor};
+//! use megatron::Result;
+//! use megatron::comm::{Group, solo};
+//! use megatron::config::{CheckpointConfig, ModelConfig, RunConfig, TrainingConfig};
+//! use megatron::data::SampleSource;
+//! use megatron::train::{Silent, Sources, Trainer};
+//! # use std::ops::Range;
+//! # use megatron::config::Recompute;
+//! # use megatron::params::ParamsBuilder;
+//! # use megatron::pipeline::Chunk;
+//! # use megatron::tensor_parallel::{Features, Linear, LinearSpec, MeanSquaredError};
+//! # use megatron::train::{Ends, ModelBuilder};
+//! # struct Negate;
+//! # impl SampleSource for Negate {
+//! #     fn seq_length(&self) -> usize {
+//! #         1
+//! #     }
+//! #     fn num_samples(&self) -> u64 {
+//! #         4
+//! #     }
+//! #     fn named(&self, index: u64) -> Result<Vec<(String, Tensor)>> {
+//! #         let x = Tensor::new(&[(index % 4) as f32, 1.0, 0.5, -1.0], &Device::Cpu)?;
+//! #         Ok(vec![("y".into(), x.neg()?), ("x".into(), x)])
+//! #     }
+//! # }
+//! # struct OneLinear;
+//! # impl ModelBuilder for OneLinear {
+//! #     fn num_layers(&self) -> usize {
+//! #         1
+//! #     }
+//! #     fn chunk(&self, _: Ends, _: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk> {
+//! #         let spec = LinearSpec::new("layer", 4, 4);
+//! #         Ok(Chunk {
+//! #             input: Some(Box::new(Features { name: "x".into() })),
+//! #             layers: vec![Box::new(Linear::declare(&spec, params))],
+//! #             output: Some(Box::new(MeanSquaredError { targets: "y".into() })),
+//! #             recompute: Recompute::None,
+//! #         })
+//! #     }
+//! # }
+//!
+//! # fn main() -> Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! // `OneLinear` is a `ModelBuilder`, `Negate` a `SampleSource`; the crate's first page has such.
+//! let run = |train_iters: u64, world: Group| -> Result<u64> {
+//!     let config = RunConfig {
+//!         model: ModelConfig { num_layers: 1, hidden_size: 4, ..Default::default() },
+//!         training: TrainingConfig { global_batch_size: 4, train_iters, ..Default::default() },
+//!         checkpoint: CheckpointConfig {
+//!             save: Some(folder.path().join("run")),
+//!             load: Some(folder.path().join("run")),
+//!             ..Default::default()
+//!         },
+//!         ..Default::default()
+//!     };
+//!     let sources = Sources::of(Negate);
+//!     let mut trainer = Trainer::new(&config, &OneLinear, world, &sources, &Device::Cpu)?;
+//!     trainer.run(&mut Silent, &AtomicBool::new(false))?;
+//!     Ok(trainer.progress().iteration)
+//! };
+//! // Trains for 3 steps and saves; then goes on from there to step 5.
+//! assert_eq!(run(3, solo())?, 3);
+//! assert_eq!(run(5, solo())?, 5);
+//! # Ok(())
+//! # }
+//! ```
 
 mod agreement;
 mod communicators;

@@ -45,6 +45,19 @@ pub struct Sources {
     pub fingerprint: String,
 }
 
+impl Sources {
+    /// Samples to train with, and nothing to evaluate.
+    pub fn of(train: impl SampleSource + 'static) -> Self {
+        Self {
+            train: Arc::new(train),
+            valid: None,
+            test: None,
+            document_ends: None,
+            fingerprint: String::new(),
+        }
+    }
+}
+
 /// How far a run is. With the parameters and the optimizer's state, all there is to resume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {

@@ -2,6 +2,37 @@
 //!
 //! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part
 //! (`join`), and connect through the backend that fits.
+//!
+//! ```
+//! use megatron::comm::{Backend, CommOptions, Communicator, RankInfo, Rendezvous, init};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // What torchrun would set; `World::from_env` asks the environment itself.
+//! let launcher = |rank: usize| {
+//!     move |name: &str| match name {
+//!         "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
+//!         "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some("2".to_string()),
+//!         "MASTER_ADDR" => Some("127.0.0.1".to_string()),
+//!         _ => None,
+//!     }
+//! };
+//! # let folder = tempfile::tempdir().unwrap();
+//! let rendezvous = Rendezvous::File { dir: folder.path().join("meeting") };
+//! let rank = |rank| -> megatron::Result<Vec<Vec<u8>>> {
+//!     let info = RankInfo::from_env(launcher(rank))?.unwrap();
+//!     let world = init(&info, &rendezvous, Backend::Tcp, CommOptions::default())?;
+//!     world.group.all_gather_bytes(format!("rank {rank}").as_bytes())
+//! };
+//! // Ranks are processes, as a rule.
+//! let (first, second) = std::thread::scope(|scope| {
+//!     let second = scope.spawn(|| rank(1));
+//!     (rank(0), second.join().unwrap())
+//! });
+//! assert_eq!(first?, [b"rank 0", b"rank 1"]);
+//! assert_eq!(second?, [b"rank 0", b"rank 1"]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod env;
 mod file_store;
