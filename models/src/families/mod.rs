@@ -2,6 +2,34 @@
 //! used in both directions.
 //!
 //! Sources: `transformers` `modeling_{gpt2,llama,mistral,qwen2,bloom}.py`.
+//!
+//! ```
+//! use megatron::config::{ModelConfig, Normalization, PositionEmbedding};
+//! use models::Gpt;
+//! use models::families::{Family, Transform};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! let llama = ModelConfig {
+//!     position_embedding: PositionEmbedding::Rope,
+//!     normalization: Normalization::RMSNorm,
+//!     swiglu: true,
+//!     bias_linear: false,
+//!     ..Default::default()
+//! };
+//! let plan = Family::Llama.plan(&Gpt::specs(&llama)?).unwrap();
+//! let qkv = plan.iter().find(|planned| planned.spec.name.ends_with("linear_qkv.weight")).unwrap();
+//! // One parameter here, three tensors there.
+//! assert_eq!(qkv.theirs[0], "model.layers.0.self_attn.q_proj.weight");
+//! assert_eq!(qkv.theirs.len(), 3);
+//! assert!(matches!(qkv.transform, Transform::QkvFromParts));
+//!
+//! // Llama has no learned positions.
+//! let gpt2 = Gpt::specs(&ModelConfig::default())?;
+//! assert!(Family::Llama.plan(&gpt2).unwrap_err().contains("position"));
+//! assert!(Family::Gpt2.plan(&gpt2).is_ok());
+//! # Ok(())
+//! # }
+//! ```
 
 mod bloom;
 mod gpt2;
