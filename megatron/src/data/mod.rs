@@ -90,7 +90,7 @@ pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, split_sequences};
 pub use split_points::SplitPoints;
 pub use splits::SampleCounts;
-pub use text::{Corpus, CorpusParts};
+pub use text::{Corpus, CorpusParts, TEXT_EXTENSIONS};
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
 use crate::config::{DataConfig, DataloaderType, parse_split};
