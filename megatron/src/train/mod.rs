@@ -1,14 +1,12 @@
 //! The training loop, and what it reports.
 //!
 //! ```
-//! use std::sync::atomic::AtomicBool;
-//!
 //! use candle_core::{Device, Tensor};
 //! use megatron::Result;
-//! use megatron::comm::{Group, solo};
-//! use megatron::config::{CheckpointConfig, ModelConfig, RunConfig, TrainingConfig};
+//! use megatron::comm::{solo, threads};
+//! use megatron::config::{ModelConfig, RunConfig, TrainingConfig};
 //! use megatron::data::SampleSource;
-//! use megatron::train::{Silent, Sources, Trainer};
+//! use megatron::train::{Sources, Trainer};
 //! # use std::ops::Range;
 //! # use megatron::config::Recompute;
 //! # use megatron::params::ParamsBuilder;
@@ -46,26 +44,30 @@
 //!
 //! # fn main() -> Result<()> {
 //! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
 //! // `OneLinear` is a `ModelBuilder`, `Negate` a `SampleSource`; the crate's first page has such.
-//! let run = |train_iters: u64, world: Group| -> Result<u64> {
-//!     let config = RunConfig {
-//!         model: ModelConfig { num_layers: 1, hidden_size: 4, ..Default::default() },
-//!         training: TrainingConfig { global_batch_size: 4, train_iters, ..Default::default() },
-//!         checkpoint: CheckpointConfig {
-//!             save: Some(folder.path().join("run")),
-//!             load: Some(folder.path().join("run")),
-//!             ..Default::default()
-//!         },
-//!         ..Default::default()
-//!     };
-//!     let sources = Sources::of(Negate);
-//!     let mut trainer = Trainer::new(&config, &OneLinear, world, &sources, &Device::Cpu)?;
-//!     trainer.run(&mut Silent, &AtomicBool::new(false))?;
-//!     Ok(trainer.progress().iteration)
+//! let mut config = RunConfig {
+//!     model: ModelConfig { num_layers: 1, hidden_size: 4, ..Default::default() },
+//!     training: TrainingConfig { global_batch_size: 4, ..Default::default() },
+//!     ..Default::default()
 //! };
-//! // Trains for 3 steps and saves; then goes on from there to step 5.
-//! assert_eq!(run(3, solo())?, 3);
-//! assert_eq!(run(5, solo())?, 5);
+//! let sources = Sources::of(Negate);
+//! let mut trainer = Trainer::new(&config, &OneLinear, solo(), &sources, &Device::Cpu)?;
+//! let first = trainer.step()?;
+//! trainer.step()?;
+//! let checkpoint = trainer.save(folder)?;
+//! let third = trainer.step()?;
+//! assert!(third.lm_loss < first.lm_loss);
+//!
+//! // Two ranks go on from there, each with half of every batch.
+//! config.parallel.data_parallel_size = 2;
+//! let resumed = threads::run(2, |world| {
+//!     let mut trainer = Trainer::new(&config, &OneLinear, world, &sources, &Device::Cpu)?;
+//!     trainer.load(&checkpoint)?;
+//!     trainer.step()
+//! })?;
+//! assert_eq!(resumed[0].iteration, 3);
+//! assert!((resumed[0].lm_loss - third.lm_loss).abs() < 1e-6);
 //! # Ok(())
 //! # }
 //! ```
