@@ -14,12 +14,26 @@ pub enum Error {
     Comm(String),
     /// A peer died or left while this rank needed it.
     #[error("rank {rank} {how}; it was needed by {operation}")]
-    PeerLost { rank: usize, how: String, operation: String },
+    PeerLost {
+        /// In the world.
+        rank: usize,
+        /// What became of it, as a verb phrase.
+        how: String,
+        /// What this rank was doing.
+        operation: String,
+    },
     /// A peer did not arrive at an operation in time.
     #[error(
         "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
     )]
-    Timeout { operation: String, missing: Vec<usize>, seconds: f64 },
+    Timeout {
+        /// What this rank was doing.
+        operation: String,
+        /// Ranks that did not arrive.
+        missing: Vec<usize>,
+        /// How long this rank waited.
+        seconds: f64,
+    },
     /// A device's memory is used up; the message says by what, and what helps.
     #[error("{0}")]
     OutOfMemory(String),
@@ -28,13 +42,30 @@ pub enum Error {
     Diverged(String),
     /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.
     #[error("{}: {message}", path.display())]
-    Data { path: PathBuf, message: String },
+    Data {
+        /// The file or folder at fault.
+        path: PathBuf,
+        /// What is wrong with it, and what helps.
+        message: String,
+    },
     /// A checkpoint that cannot be written, read, or used here.
     #[error("checkpoint {}: {message}", path.display())]
-    Checkpoint { path: PathBuf, message: String },
+    Checkpoint {
+        /// The file or folder at fault.
+        path: PathBuf,
+        /// What is wrong with it, and what helps.
+        message: String,
+    },
     /// The operating system refused a file operation.
     #[error("cannot {action} {}: {source}", path.display())]
-    Io { action: &'static str, path: PathBuf, source: std::io::Error },
+    Io {
+        /// What was refused, as a verb: "open".
+        action: &'static str,
+        /// What it was to be done to.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
     /// A kernel refused its input.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),

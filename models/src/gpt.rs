@@ -1,6 +1,4 @@
-//! A GPT-like decoder: GPT-2 style (learned positions, LayerNorm, GELU, biases, tied) and Llama
-//! style (rotary positions, RMSNorm, SwiGLU, grouped queries, untied) are settings of one set of
-//! layers.
+//! A GPT-like decoder.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +16,30 @@ use megatron::tensor_parallel::{
 };
 use megatron::train::{Ends, ModelBuilder, SavedActivations};
 
-/// Builds the chunks of a GPT.
+/// Builds the chunks of a GPT-like decoder. GPT-2 style (learned positions, LayerNorm, GELU, biases,
+/// tied) and Llama style (rotary positions, RMSNorm, SwiGLU, grouped queries, untied) are settings
+/// of one set of layers. The crate's first page trains one.
+///
+/// ```
+/// use megatron::config::ModelConfig;
+/// use models::Gpt;
+///
+/// # fn main() -> megatron::Result<()> {
+/// let config = ModelConfig {
+///     num_layers: 2,
+///     vocab_size: 100,
+///     untie_embeddings_and_output_weights: true,
+///     ..Default::default()
+/// };
+/// let specs = Gpt::specs(&config)?;
+/// assert_eq!(specs[0].name, "embedding.word_embeddings.weight");
+/// assert_eq!(specs[0].shape, [100, 64]);
+/// let elements: u64 = specs.iter().map(|spec| spec.shape.iter().product::<usize>() as u64).sum();
+/// let (first, last) = config.end_params();
+/// assert_eq!(elements, first + 2 * config.layer_params() + last);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Gpt {
     config: ModelConfig,
     vocab: VocabSpec,
@@ -28,6 +49,16 @@ pub struct Gpt {
 }
 
 impl Gpt {
+    /// The model of a run, to compute with on `device`.
+    ///
+    /// # Errors
+    /// As [`Gpt::new`].
+    pub fn of(run: &RunConfig, device: &Device) -> Result<Self> {
+        let RunConfig { model, parallel: p, training, .. } = run;
+        let (tp, dtype) = (p.tensor_model_parallel_size, training.precision.dtype());
+        Self::new(model, tp, p.sequence_parallel, training.recompute, dtype, device)
+    }
+
     /// `tp` and `sequence_parallel`: how layers are cut. Sequences have `config.seq_length` tokens
     /// at most. The dtype and device are those of the model's parameters.
     ///

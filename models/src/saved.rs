@@ -15,9 +15,60 @@ use crate::hf::{ORIGIN_CONFIG, SIDECAR_FILES};
 
 /// More ranks are taken for a mistake.
 const MOST_RANKS: usize = 1 << 16;
+
 /// A checkpoint whose tensors are those of the model it names.
+///
+/// ```
+/// use megatron::checkpoint::locate;
+/// use megatron::config::{ParallelConfig, Sources as From};
+/// use models::SavedGpt;
+/// # use candle_core::Device;
+/// # use megatron::comm::solo;
+/// # use megatron::config::{ModelConfig, RunConfig};
+/// # use megatron::data::SampleSource;
+/// # use megatron::train::{Sources, Trainer};
+/// # use models::Gpt;
+/// # struct Zeros;
+/// # impl SampleSource for Zeros {
+/// #     fn seq_length(&self) -> usize {
+/// #         8
+/// #     }
+/// #     fn num_samples(&self) -> u64 {
+/// #         1
+/// #     }
+/// # }
+/// # fn main() -> megatron::Result<()> {
+/// # let model = ModelConfig {
+/// #     hidden_size: 16,
+/// #     head_dim: 8,
+/// #     num_attention_heads: 2,
+/// #     num_query_groups: 2,
+/// #     ffn_hidden_size: 64,
+/// #     seq_length: 8,
+/// #     max_position_embeddings: 8,
+/// #     vocab_size: 32,
+/// #     ..Default::default()
+/// # };
+/// # let run = RunConfig { model, ..Default::default() };
+/// # let (gpt, cpu) = (Gpt::of(&run, &Device::Cpu)?, Device::Cpu);
+/// # let mut trainer = Trainer::new(&run, &gpt, solo(), &Sources::of(Zeros), &cpu)?;
+/// # trainer.step()?;
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// trainer.save(folder)?;
+///
+/// let saved = SavedGpt::open(&locate(folder, None)?)?;
+/// assert_eq!((saved.run.model.vocab_size, saved.run.progress.iteration), (32, 1));
+/// let tp = |size| ParallelConfig { tensor_model_parallel_size: size, ..Default::default() };
+/// assert!(saved.fits(&tp(2), &From::default()).is_ok());
+/// assert!(saved.fits(&tp(3), &From::default()).is_err(), "2 heads do not divide by 3");
+/// # Ok(())
+/// # }
+/// ```
 pub struct SavedGpt {
+    /// What the files hold.
     pub manifest: Manifest,
+    /// What the run that wrote it says of itself.
     pub run: SavedRun,
 }
 

@@ -22,6 +22,7 @@ const SHOWN_OTHERS: usize = 2;
 /// The checkpoint that the pointer names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Latest {
+    /// Steps the run had made when it was saved.
     pub iteration: u64,
     /// Its folder, to give to `Manifest::read` or `load`.
     pub path: PathBuf,

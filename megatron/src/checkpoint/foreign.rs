@@ -19,10 +19,13 @@ pub enum Found {
     File,
     /// A checkpoint of this program, or a folder of them.
     Ours,
+    /// A Hugging Face model: `config.json`, or files of weights.
     HuggingFace,
     /// A LoRA of a model.
     Adapter,
+    /// A checkpoint of Megatron-LM.
     MegatronLm,
+    /// A checkpoint of DeepSpeed.
     DeepSpeed,
 }
 

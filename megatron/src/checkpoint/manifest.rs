@@ -56,7 +56,9 @@ impl Chunk {
 /// A logical tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
+    /// Name of the parameter.
     pub name: String,
+    /// The parameter itself, or one tensor of its optimizer state.
     pub kind: StateKind,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
@@ -64,6 +66,7 @@ pub struct TensorEntry {
     /// imported weights, nor of checkpoints from before it was stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<Partition>,
+    /// Of the stored elements.
     pub dtype: Float,
     /// Together they hold every element exactly once.
     pub chunks: Vec<Chunk>,
@@ -73,7 +76,9 @@ pub struct TensorEntry {
 /// exactly, files are in place and of the right size; only the files' contents are yet unchecked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
+    /// [`FORMAT_VERSION`] of the program that wrote it.
     pub format_version: u32,
+    /// Steps the run had made; 0 of imported weights.
     pub iteration: u64,
     /// The trainer's state: whatever it gave to `save`.
     pub state: serde_json::Value,

@@ -17,6 +17,45 @@
 //! training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that
 //! names it. One run at a time may save into a folder ([`lock_folder`]), and older checkpoints may
 //! go when a newer one is there ([`remove_old`]).
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use megatron::checkpoint::{latest, load, save};
+//! use megatron::comm::{Communicator, threads};
+//! use megatron::params::{Elements, Piece, ShardRef, StateKind};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // One tensor of shape [4, 2], of which each of `ranks` ranks has equally many rows.
+//! let shard = |rank: usize, ranks: usize, data: Tensor| ShardRef {
+//!     name: "w".into(),
+//!     kind: StateKind::Param,
+//!     global_shape: vec![4, 2],
+//!     partition: None,
+//!     pieces: vec![Piece {
+//!         offset: vec![rank * 4 / ranks, 0],
+//!         shape: vec![4 / ranks, 2],
+//!         flat: 0..8 / ranks,
+//!         local: 0,
+//!     }],
+//!     data: Elements::Tensor(data),
+//! };
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let dir = folder.path();
+//! threads::run(2, |world| {
+//!     let rank = world.rank();
+//!     let rows = Tensor::arange(rank as f32 * 4.0, rank as f32 * 4.0 + 4.0, &Device::Cpu)?;
+//!     save(dir, 100, &[shard(rank, 2, rows)], &serde_json::json!({"loss": 2.5}), &world)
+//! })?;
+//!
+//! // One rank reads what two wrote.
+//! let saved = latest(dir)?.unwrap();
+//! assert_eq!(saved.iteration, 100);
+//! let all = Tensor::zeros(8, DType::F32, &Device::Cpu)?;
+//! load(&saved.path, &[shard(0, 1, all.clone())])?;
+//! assert_eq!(all.to_vec1::<f32>()?, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+//! # Ok(())
+//! # }
+//! ```
 
 #[cfg(target_endian = "big")]
 compile_error!(

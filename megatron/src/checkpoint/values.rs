@@ -23,9 +23,13 @@ const JOINED_ELEMENTS: usize = 1 << 14;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Float {
+    /// IEEE single precision.
     F32,
+    /// bfloat16: the high half of an fp32 value.
     Bf16,
+    /// IEEE half precision.
     F16,
+    /// IEEE double precision.
     F64,
 }
 

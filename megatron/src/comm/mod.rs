@@ -16,6 +16,31 @@
 //! secret                 who is of the run
 //! pending_connections    what strangers may cost it
 //! ```
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use megatron::comm::{Communicator, ReduceOp, threads};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // Four ranks, which are threads here; `spawn` starts processes.
+//! let sums = threads::run(4, |world| {
+//!     let sum = Tensor::new(&[world.rank() as f32, 1.0], &Device::Cpu)?;
+//!     let work = world.all_reduce(&sum, ReduceOp::Sum)?;
+//!     // Anything that does not need the sum …
+//!     work.wait()?;
+//!     Ok(sum.to_vec1::<f32>()?)
+//! })?;
+//! assert_eq!(sums, vec![[6.0, 4.0]; 4]);
+//!
+//! // Two groups: even ranks and odd ones.
+//! let groups = threads::run(4, |world| {
+//!     let group = world.split("parity", Some(world.rank() % 2), 0)?;
+//!     Ok(group.map(|group| group.ranks().to_vec()))
+//! })?;
+//! assert_eq!(groups[1], Some(vec![1, 3]));
+//! # Ok(())
+//! # }
+//! ```
 
 mod collectives;
 mod communicator;

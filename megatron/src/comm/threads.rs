@@ -2,6 +2,27 @@
 //!
 //! Messages are handed over without a copy: both ends share the bytes. Collectives and large
 //! messages go through memory that all threads share, as between processes.
+//!
+//! ```
+//! use megatron::Error;
+//! use megatron::comm::{Communicator, threads};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! let ranks = threads::run(3, |world| {
+//!     world.barrier()?;
+//!     Ok((world.rank(), world.size()))
+//! })?;
+//! assert_eq!(ranks, [(0, 3), (1, 3), (2, 3)]);
+//!
+//! // Nobody waits for ever for a rank that failed, and the error is that rank's.
+//! let failed = threads::run(3, |world| match world.rank() {
+//!     2 => Err(Error::Config("no data".into())),
+//!     _ => world.barrier(),
+//! });
+//! assert_eq!(failed.unwrap_err().to_string(), "no data");
+//! # Ok(())
+//! # }
+//! ```
 
 use std::sync::Arc;
 
@@ -12,6 +33,7 @@ use super::group::EndpointGroup;
 use super::inbox::{Inbox, Loss};
 use super::local::Arena;
 use super::message::{Header, Message, Payload};
+use crate::{Error, Result};
 
 struct ThreadLink {
     rank: usize,
@@ -60,6 +82,33 @@ impl Drop for ThreadLink {
         for inbox in self.inboxes.iter() {
             inbox.lose(self.rank, "left the run");
         }
+    }
+}
+
+/// Runs `rank` as each of `size` ranks, on a thread of its own, and returns what they return, by
+/// rank.
+///
+/// # Errors
+/// That of the first rank which failed by itself, rather than because another was lost.
+///
+/// # Panics
+/// If a rank panics.
+pub fn run<T: Send>(size: usize, rank: impl Fn(Group) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let rank = &rank;
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let start = |group| scope.spawn(move || rank(group));
+        let ranks: Vec<_> = world(size).into_iter().map(start).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<_>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        ranks.into_iter().map(join).collect()
+    });
+    let is_cause = |result: &Result<T>| {
+        result.as_ref().is_err_and(|error| !matches!(error, Error::PeerLost { .. }))
+    };
+    match results.iter().position(is_cause) {
+        Some(cause) => results.into_iter().skip(cause).take(1).collect(),
+        None => results.into_iter().collect(),
     }
 }
 

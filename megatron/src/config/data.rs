@@ -34,8 +34,10 @@ pub struct DataConfig {
     /// `byte`, the path of a `tokenizer.json` or of GPT-2's `vocab.json`, `train:VOCAB`, or
     /// `null:VOCAB`. May be absent for indexed datasets.
     pub tokenizer: Option<String>,
+    /// What a tokenizer's own files do not settle.
     #[serde(default)]
     pub tokenizer_options: TokenizerOptions,
+    /// The order in which training samples are read.
     pub dataloader_type: DataloaderType,
     /// Leave out the loss at tokens that end documents.
     pub eod_mask_loss: bool,
@@ -188,6 +190,7 @@ impl TensorboardConfig {
 /// Which steps of which ranks are recorded, and where the traces go.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProfileConfig {
+    /// Gets one trace file per rank.
     pub dir: PathBuf,
     /// The first recorded step, from 1.
     pub step_start: u64,

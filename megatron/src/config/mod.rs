@@ -3,6 +3,29 @@
 //! These are the values *after* defaults, file and flags were merged; `tools` does the merging.
 //! Cross-checks between sections live in [`RunConfig::validate`], so that a library user gets the
 //! same errors as the command line.
+//!
+//! ```
+//! use megatron::config::{ModelConfig, ParallelConfig, RunConfig, Sources};
+//!
+//! let run = RunConfig {
+//!     model: ModelConfig {
+//!         hidden_size: 48,
+//!         ffn_hidden_size: 192,
+//!         head_dim: 8,
+//!         num_attention_heads: 6,
+//!         num_query_groups: 6,
+//!         vocab_size: 256,
+//!         ..Default::default()
+//!     },
+//!     parallel: ParallelConfig { tensor_model_parallel_size: 3, ..Default::default() },
+//!     ..Default::default()
+//! };
+//! run.parallel.validate_with(&run.model, &Sources::default()).unwrap();
+//!
+//! let uneven = ParallelConfig { tensor_model_parallel_size: 4, ..run.parallel.clone() };
+//! let error = uneven.validate_with(&run.model, &Sources::default()).unwrap_err().to_string();
+//! assert!(error.contains("num_attention_heads"), "{error}");
+//! ```
 
 mod data;
 mod model;
@@ -50,11 +73,18 @@ use serde::{Deserialize, Serialize};
 /// ```
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RunConfig {
+    /// The architecture.
     pub model: ModelConfig,
+    /// How model and batch are cut over ranks.
     pub parallel: ParallelConfig,
+    /// What is read, and how it becomes tokens.
     pub data: DataConfig,
+    /// Batch sizes, length, seed, precision, recompute.
     pub training: TrainingConfig,
+    /// The optimizer and its schedules.
     pub optimizer: OptimizerConfig,
+    /// What is saved where and when, and what a run starts from.
     pub checkpoint: CheckpointConfig,
+    /// What a run reports.
     pub logging: LoggingConfig,
 }

@@ -22,17 +22,25 @@ pub enum PositionEmbedding {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
+    /// Frequencies stay as they are.
     #[default]
     None,
     /// All frequencies divided by `factor` (position interpolation, Chen et al. 2023).
-    Linear { factor: f64 },
+    Linear {
+        /// What positions are divided by; above 0.
+        factor: f64,
+    },
     /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` /
     /// `low_freq_factor` are divided by `factor`, those below `original_max_position` /
     /// `high_freq_factor` stay, and between the two it blends.
     Llama3 {
+        /// What the lowest frequencies are divided by.
         factor: f64,
+        /// Marks the wavelengths from which frequencies are divided.
         low_freq_factor: f64,
+        /// Marks the wavelengths below which frequencies stay.
         high_freq_factor: f64,
+        /// Longest sequence of the training before; in tokens.
         original_max_position: usize,
     },
 }
@@ -85,7 +93,9 @@ pub struct SlidingWindow {
 /// The normalization before attention, before the MLP, and after the last layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Normalization {
+    /// Mean and variance, with weight and bias.
     LayerNorm,
+    /// Root mean square, with a weight alone (Zhang and Sennrich 2019).
     RMSNorm,
 }
 
@@ -108,9 +118,11 @@ pub struct ModelConfig {
     pub seq_length: usize,
     /// Rows of the learned position embedding; the longest sequence the model accepts.
     pub max_position_embeddings: usize,
+    /// How the model tells positions apart.
     pub position_embedding: PositionEmbedding,
     /// Base of the rotary frequencies.
     pub rotary_base: f64,
+    /// Applied to the rotary frequencies.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
     /// `None`: every query sees all tokens before it.
@@ -119,6 +131,7 @@ pub struct ModelConfig {
     /// A LayerNorm of the token embedding (Bloom).
     #[serde(default)]
     pub embed_layernorm: bool,
+    /// The same kind everywhere in the model.
     pub normalization: Normalization,
     /// Added to the variance before the square root.
     pub norm_epsilon: f64,

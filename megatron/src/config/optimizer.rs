@@ -20,9 +20,13 @@ pub enum OptimizerKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DecayStyle {
+    /// It stays at its peak.
     Constant,
+    /// In a straight line to `min_lr`.
     Linear,
+    /// Along half a cosine wave to `min_lr`.
     Cosine,
+    /// With √(warm-up samples / samples), never below `min_lr`.
     InverseSquareRoot,
     /// Warm-up, stable, decay (Hu et al. 2024).
     #[serde(rename = "WSD")]
@@ -33,9 +37,14 @@ pub enum DecayStyle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WsdDecayStyle {
+    /// At t, which runs from 0 to 1, 2 · 2^(−t) − 1 of the fall from the peak to `min_lr`
+    /// is left.
     Exponential,
+    /// 1 − t is left.
     Linear,
+    /// Half a cosine wave is left.
     Cosine,
+    /// 1 − √t is left.
     MinusSqrt,
 }
 
@@ -43,16 +52,22 @@ pub enum WsdDecayStyle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum IncreaseStyle {
+    /// In a straight line.
     Linear,
+    /// Along half a cosine wave.
     Cosine,
 }
 
 /// A weight decay that grows from `start` to `end` over `samples` samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WeightDecayIncrease {
+    /// At the run's first sample.
     pub start: f64,
+    /// After `samples` samples and from then on.
     pub end: f64,
+    /// The curve between the two.
     pub style: IncreaseStyle,
+    /// Length of the growth.
     pub samples: u64,
 }
 
@@ -60,6 +75,7 @@ pub struct WeightDecayIncrease {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MomentDtype {
+    /// 4 bytes an element.
     #[default]
     Fp32,
     /// The first moment is rounded to the nearest, the second stochastically, alike in every layout
@@ -103,11 +119,13 @@ pub enum OptimizerOffload {
 /// size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
+    /// AdamW or SGD.
     pub kind: OptimizerKind,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning rate at the end of the decay.
     pub min_lr: f64,
+    /// From the end of the warm-up on.
     pub decay_style: DecayStyle,
     /// Samples until `min_lr` is reached, warm-up included.
     pub decay_samples: u64,
@@ -118,14 +136,18 @@ pub struct OptimizerConfig {
     pub warmup_init: f64,
     /// Samples of the final annealing of a WSD schedule.
     pub wsd_decay_samples: u64,
+    /// Matters under [`DecayStyle::Wsd`] alone.
     pub wsd_decay_style: WsdDecayStyle,
     /// Decoupled weight decay of parameters of two or more dimensions.
     pub weight_decay: f64,
     /// One that grows during the run, in its place.
     #[serde(default)]
     pub weight_decay_increase: Option<WeightDecayIncrease>,
+    /// Decay of AdamW's first moment.
     pub adam_beta1: f64,
+    /// Decay of AdamW's second moment.
     pub adam_beta2: f64,
+    /// Added to the root of AdamW's second moment.
     pub adam_eps: f64,
     /// What the first moment is kept in.
     #[serde(default)]
@@ -136,6 +158,7 @@ pub struct OptimizerConfig {
     /// Where moments (SGD's momentum) are kept.
     #[serde(default)]
     pub offload: OptimizerOffload,
+    /// Decay of SGD's momentum.
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
     pub clip_grad: f64,

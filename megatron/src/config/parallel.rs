@@ -43,6 +43,7 @@ pub struct ParallelConfig {
     pub data_parallel_size: usize,
     /// v: virtual stages (chunks) per stage; 1 unless interleaved.
     pub virtual_pipeline_size: usize,
+    /// Which passes a pipeline stage makes in which order.
     pub schedule: ScheduleKind,
     /// Stages compute gradients of weights where they would wait (Qi et al. 2023).
     pub delay_wgrad_compute: bool,
@@ -50,6 +51,7 @@ pub struct ParallelConfig {
     /// none.
     #[serde(default)]
     pub extra_warmup: usize,
+    /// Which layers a pipeline stage holds.
     pub partition: PartitionMethod,
     /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al.
     /// 2022).

@@ -13,9 +13,13 @@ use serde::{Deserialize, Serialize};
 pub enum Precision {
     /// Everything in f64: for tests of gradients.
     Fp64,
+    /// Everything in fp32.
     #[default]
     Fp32,
+    /// Weights and activations in bf16. Gradients are summed in fp32, and what weights lack
+    /// of fp32 is kept beside them.
     Bf16,
+    /// Weights and activations in fp16, with fp32 weights beside them and the loss scaled.
     Fp16(LossScaling),
 }
 
@@ -56,6 +60,7 @@ pub enum LossScaling {
 /// Settings of a loss scale that adapts itself, with DeepSpeed's defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DynamicLossScale {
+    /// At the first step.
     pub initial: f64,
     /// An overflow at this scale ends the run.
     pub min: f64,

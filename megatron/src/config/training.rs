@@ -25,7 +25,12 @@ pub enum Recompute {
     /// The attention core and the MLP's activation are computed again.
     Selective,
     /// Whole layers are computed again.
-    Full { method: RecomputeMethod, num_layers: usize },
+    Full {
+        /// Which layers.
+        method: RecomputeMethod,
+        /// The N of the method.
+        num_layers: usize,
+    },
 }
 
 impl Recompute {
@@ -82,7 +87,9 @@ pub struct TrainingConfig {
     pub skip_train: bool,
     /// Every random number of the run is a function of this.
     pub seed: u64,
+    /// Less memory for more computation.
     pub recompute: Recompute,
+    /// Of weights and activations.
     pub precision: Precision,
     /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather
     /// than of fp32.

@@ -12,6 +12,28 @@
 //! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are
 //! contiguous, and all ranks have the same share of the causal triangle, which heads are cut over,
 //! not queries.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use megatron::comm::threads;
+//! use megatron::context_parallel::ContextParallel;
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // A sequence of 4 tokens of 2 columns (heads of width 1), over cp 2.
+//! let whole = Tensor::arange(0f32, 8f32, &Device::Cpu)?.reshape((4, 1, 2))?;
+//! let columns = threads::run(2, |group| {
+//!     let cp = ContextParallel::new(group);
+//!     let tokens = whole.narrow(0, cp.offset(2), 2)?;
+//!     // All tokens of this rank's column: attention can be computed.
+//!     let heads = cp.to_heads(tokens.clone())?;
+//!     let back = cp.to_tokens(heads.clone())?;
+//!     assert_eq!(back.flatten_all()?.to_vec1::<f32>()?, tokens.flatten_all()?.to_vec1::<f32>()?);
+//!     Ok(heads.flatten_all()?.to_vec1::<f32>()?)
+//! })?;
+//! assert_eq!(columns, [[0.0, 2.0, 4.0, 6.0], [1.0, 3.0, 5.0, 7.0]]);
+//! # Ok(())
+//! # }
+//! ```
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::regroup::swap_leading;
@@ -27,14 +49,17 @@ pub struct ContextParallel {
 }
 
 impl ContextParallel {
+    /// `group`: the ranks that share each sequence, in order of their parts.
     pub fn new(group: Group) -> Self {
         Self { group }
     }
 
+    /// Which part of each sequence is this rank's.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
+    /// cp: the number of parts.
     pub fn size(&self) -> usize {
         self.group.size()
     }

@@ -11,6 +11,7 @@ use crate::Result;
 /// The token that ends documents, and what it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DocumentEnds {
+    /// Its number in the vocabulary.
     pub token: u32,
     /// The loss at the token itself does not count: what follows a document cannot be foreseen
     /// (`eod_mask_loss`).

@@ -26,11 +26,17 @@ const CHUNK: usize = 1 << 20;
 /// How a token is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
+    /// 1 byte, code 1.
     U8,
+    /// 1 byte, signed, code 2.
     I8,
+    /// 2 bytes, signed, code 3.
     I16,
+    /// 4 bytes, signed, code 4.
     I32,
+    /// 8 bytes, signed, code 5.
     I64,
+    /// 2 bytes, code 8.
     U16,
 }
 

@@ -6,6 +6,40 @@
 //! ```
 //! Everything is a function of (files, seed, consumed samples), so there is no state to save and
 //! any rank can be asked for any sample.
+//!
+//! ```
+//! use megatron::config::DataConfig;
+//! use megatron::data::{IndexedDataset, IndexedWriter, SampleCounts, TokenType, open};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! # let text = folder.join("corpus.txt");
+//! # std::fs::write(&text, "What is read is what was written.\n").unwrap();
+//! // Text, of which every byte is a token here.
+//! let config = DataConfig {
+//!     data_path: vec![text.display().to_string()],
+//!     tokenizer: Some("byte".into()),
+//!     split: "1,0,0".into(),
+//!     cache_dir: folder.join("cache"),
+//!     ..Default::default()
+//! };
+//! let asked = SampleCounts { train: 2, valid: 0, test: 0 };
+//! let data = open(&config, 4, 1234, None, asked)?;
+//! let mut sample = [0; 5]; // 4 inputs, each with the next token as its label
+//! data.train.sample(1, &mut sample)?;
+//! assert_eq!(sample.map(|token| token as u8), *b" is r");
+//!
+//! // An indexed dataset, as Megatron-LM's.
+//! let mut writer = IndexedWriter::create(folder.join("tokens"), TokenType::for_vocabulary(1000))?;
+//! writer.add_sequence(&[3, 1, 4, 1, 5])?;
+//! writer.end_document();
+//! writer.finish()?;
+//! let dataset = IndexedDataset::open(folder.join("tokens"))?;
+//! assert_eq!(dataset.read_sequence(0)?, [3, 1, 4, 1, 5]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod added_tokens;
 mod blend;
@@ -19,24 +53,24 @@ pub mod fuzz;
 mod gpt2;
 mod gpt_dataset;
 mod index_file;
-pub mod indexed;
-pub mod indexed_writer;
+mod indexed;
+mod indexed_writer;
 mod mock;
 mod mt19937;
 mod named;
-pub mod parts;
+mod parts;
 mod paths;
 mod pretokenizer_cache;
-pub mod sampler;
-pub mod source;
-pub mod split;
-pub mod split_points;
+mod sampler;
+mod source;
+mod split;
+mod split_points;
 mod splits;
 #[cfg(test)]
 mod tests;
-pub mod text;
-pub mod tokenize;
-pub mod tokenizer;
+mod text;
+mod tokenize;
+mod tokenizer;
 mod tokenizer_config;
 
 use std::path::PathBuf;
@@ -56,7 +90,7 @@ pub use source::{SampleSource, Sequential, Shuffled, TokenStream};
 pub use split::{Split, split_sequences};
 pub use split_points::SplitPoints;
 pub use splits::SampleCounts;
-pub use text::Corpus;
+pub use text::{Corpus, CorpusParts, TEXT_EXTENSIONS};
 pub use tokenizer::{TOKENIZER_FILE, Tokenizer};
 
 use crate::config::{DataConfig, DataloaderType, parse_split};
@@ -67,10 +101,13 @@ use splits::{Opener, TEST, TRAIN, VALID};
 /// The data of a run, cut into splits.
 #[derive(Clone)]
 pub struct Datasets {
+    /// At least one sample.
     pub train: Arc<dyn SampleSource>,
     /// `None` where the split gives it too little for one sample.
     pub valid: Option<Arc<dyn SampleSource>>,
+    /// As `valid`.
     pub test: Option<Arc<dyn SampleSource>>,
+    /// `None` where the data are tokens and no tokenizer was named.
     pub tokenizer: Option<Tokenizer>,
     /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`,
     /// `reset_attention_mask`).
@@ -87,13 +124,17 @@ pub struct Datasets {
 /// be.
 #[derive(Clone, Debug)]
 pub struct Prepared {
+    /// `None` where the data are tokens and no tokenizer was named.
     pub tokenizer: Option<Tokenizer>,
+    /// One per weighted path or indexed dataset; one for all text without weights.
     pub datasets: Vec<Arc<IndexedDataset>>,
     /// What the user calls each of them, or a part of it.
     pub names: Vec<PathBuf>,
     /// The datasets' shares of the samples, if the data path gave any.
     pub weights: Option<Vec<f64>>,
+    /// As [`Datasets::fingerprint`].
     pub fingerprint: String,
+    /// As [`Datasets::description`].
     pub description: Vec<String>,
 }
 

@@ -18,6 +18,7 @@ const BLANK: usize = 64;
 /// A part of a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Part {
+    /// Texts of a document's parts, laid end to end, are the document.
     pub text: String,
     /// The character before it, where its first tokens depend on there being one.
     pub(super) before: Option<char>,

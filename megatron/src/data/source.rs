@@ -226,6 +226,7 @@ pub struct Shuffled<S> {
 }
 
 impl<S: SampleSource> Shuffled<S> {
+    /// Shuffles `source`; equal seeds give equal orders.
     pub fn new(source: S, seed: u64) -> Self {
         Self { source, seed }
     }

@@ -9,8 +9,11 @@ use std::ops::Range;
 /// Sequences of a corpus that belong to each split.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
+    /// The first sequences.
     pub train: Range<u64>,
+    /// Those behind them.
     pub valid: Range<u64>,
+    /// The last.
     pub test: Range<u64>,
 }
 

@@ -19,8 +19,11 @@ use crate::{Error, Result};
 /// Samples that a run reads of each split. Orders of Megatron's and blends are drawn for so many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleCounts {
+    /// Over all steps of the run.
     pub train: u64,
+    /// Over all evaluations of the run.
     pub valid: u64,
+    /// Of the one evaluation at its end.
     pub test: u64,
 }
 

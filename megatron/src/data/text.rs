@@ -208,6 +208,7 @@ impl Iterator for CorpusParts<'_> {
 /// A part of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paragraph {
+    /// Blank lines behind it included: laid end to end, the texts are the document.
     pub text: String,
     /// The document ends here.
     pub last: bool,

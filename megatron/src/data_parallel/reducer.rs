@@ -45,6 +45,10 @@ struct InFlight {
 }
 
 impl GradientReducer {
+    /// `tp` and `dp` are this rank's groups. `embedding` joins the first and last stage
+    /// where a tied weight lives on both. With `scatter` a replica gets its [`shard`] of
+    /// the sums alone (ZeRO-1). With `overlap` a bucket's reduction starts when its last
+    /// gradient is complete.
     pub fn new(
         tp: Group,
         dp: Group,

@@ -38,7 +38,9 @@ impl Queued {
 /// What schedules say of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
+    /// Of this step, warm-up and decay included.
     pub learning_rate: f64,
+    /// Of this step, for parameters that decay.
     pub weight_decay: f64,
 }
 

@@ -117,6 +117,7 @@ impl FileBacked {
             .collect())
     }
 
+    /// Of the elements in the file.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -126,6 +127,7 @@ impl FileBacked {
         self.len
     }
 
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -82,10 +82,12 @@ impl GradientBuffer {
         Ok(self.all()?.narrow(0, range.start, range.len())?)
     }
 
+    /// Of the sums: fp32, or f64 of f64 models.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
+    /// Where the weights are.
     pub fn device(&self) -> &Device {
         &self.device
     }

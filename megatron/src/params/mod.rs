@@ -1,5 +1,31 @@
 //! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the
 //! whole ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
+//!
+//! ```
+//! use megatron::params::{Init, ParamSpec, Partition, initial_values};
+//!
+//! let spec = ParamSpec {
+//!     name: "layers.0.weight".into(),
+//!     shape: vec![6, 4],
+//!     partition: Partition::Split { dim: 0, parts: 1 },
+//!     padded_dim0: 6,
+//!     init: Init::Normal { std: 0.02 },
+//!     weight_decay: true,
+//!     tie_group: None,
+//!     grad_partial_over_tp: false,
+//! };
+//! assert_eq!(spec.local_shape(3), [2, 4]);
+//!
+//! // Initial values depend on seed and name alone: the rows of tp ranks are those of the whole.
+//! let whole = initial_values(&spec, 0, 1, 1234);
+//! let shares: Vec<f32> = (0..3).flat_map(|rank| initial_values(&spec, rank, 3, 1234)).collect();
+//! assert_eq!(shares, whole);
+//!
+//! // Where the rows of tp rank 1 lie in the whole.
+//! let pieces = spec.pieces(1, 3);
+//! assert_eq!(pieces[0].offset, [2, 0]);
+//! assert_eq!(pieces[0].shape, [2, 4]);
+//! ```
 
 mod file_backed;
 mod gradients;

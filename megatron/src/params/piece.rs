@@ -84,6 +84,7 @@ impl fmt::Display for StateKind {
 pub struct ShardRef {
     /// Name of the parameter.
     pub name: String,
+    /// The parameter itself, or one tensor of its optimizer state.
     pub kind: StateKind,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,
@@ -99,14 +100,18 @@ pub struct ShardRef {
 /// what a file holds.
 #[derive(Clone, Debug)]
 pub enum Elements {
+    /// In memory, of any float dtype.
     Tensor(Tensor),
     /// fp32 values as [`kernels::ops::remainders`]. Without the low ones there is nothing to save;
     /// what is loaded is rounded as the high halves are, so that ranks which hold one another's
     /// weights agree.
     Halves {
+        /// bf16: the values, rounded.
         high: Tensor,
+        /// i16: what `high` lacks of fp32.
         low: Option<Tensor>,
     },
+    /// In a file, which is read and written in parts.
     FileBacked(FileBacked),
 }
 
@@ -148,6 +153,7 @@ impl From<FileBacked> for Elements {
 /// What one rank writes of a parameter, and of each tensor of the parameter's optimizer state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamShare {
+    /// Name of the parameter.
     pub name: String,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,

@@ -13,24 +13,36 @@ pub enum Partition {
     /// Dimension `dim` consists of `parts` equal sections, each cut evenly over tp: rank r holds
     /// the r-th slice of every section, one after the other. `parts` is 1 for plain splits and 2
     /// for fused gate|up projections.
-    Split { dim: usize, parts: usize },
+    Split {
+        /// From 0, of the global shape.
+        dim: usize,
+        /// Sections that are cut one by one.
+        parts: usize,
+    },
 }
 
 /// How a parameter's first value is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Init {
+    /// All 0: biases.
     Zeros,
+    /// All 1: weights of norms.
     Ones,
+    /// All `value`.
     Constant {
+        /// Of every element.
         value: f64,
     },
     /// Uniform in `low..high`; drawn as `Normal` is.
     Uniform {
+        /// Inclusive.
         low: f64,
+        /// Exclusive.
         high: f64,
     },
     /// Normal with mean 0; element i of the global tensor depends on (seed, name, i) alone.
     Normal {
+        /// Standard deviation.
         std: f64,
     },
 }
@@ -42,10 +54,12 @@ pub struct ParamSpec {
     pub name: String,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
+    /// How tp cuts it.
     pub partition: Partition,
     /// Size of dimension 0 after padding with zero rows (vocabulary); equals `shape[0]` where
     /// nothing is padded.
     pub padded_dim0: usize,
+    /// Its value at step 0.
     pub init: Init,
     /// Whether weight decay applies.
     pub weight_decay: bool,

@@ -37,13 +37,17 @@ pub enum Role {
 /// One local parameter.
 #[derive(Debug)]
 pub struct Param {
+    /// What it is regardless of layout.
     pub spec: ParamSpec,
+    /// Whether its gradient is its own.
     pub role: Role,
     /// Where the local elements lie in the logical tensor.
     pub pieces: Vec<Piece>,
     /// Bucket and first element in it.
     pub bucket: usize,
+    /// In elements of the bucket.
     pub offset: usize,
+    /// Elements of this rank's share, padding included.
     pub numel: usize,
     /// View of the bucket's weights, in local shape.
     pub weight: Tensor,
@@ -114,16 +118,20 @@ impl Master {
 pub struct Placement {
     /// In forward order.
     pub params: Vec<PlacedParam>,
+    /// In the order in which backward completes them.
     pub buckets: Vec<PlacedBucket>,
 }
 
 /// A parameter's place in a bucket.
 #[derive(Clone, Debug)]
 pub struct PlacedParam {
+    /// What it is regardless of layout.
     pub spec: ParamSpec,
+    /// Whether its gradient is its own.
     pub role: Role,
     /// Bucket and first element in it; those of the primary for [`Role::TiedUse`].
     pub bucket: usize,
+    /// In elements of the bucket.
     pub offset: usize,
     /// Elements of a rank's share, padding included.
     pub numel: usize,
@@ -132,21 +140,28 @@ pub struct PlacedParam {
 /// A bucket without its memory; see [`Bucket`].
 #[derive(Clone, Debug)]
 pub struct PlacedBucket {
+    /// As [`Bucket::params`].
     pub params: Vec<ParamId>,
+    /// As [`Bucket::len`].
     pub len: usize,
+    /// As [`Bucket::tied`].
     pub tied: bool,
 }
 
 /// How buckets are laid out.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
+    /// Of weights; see [`Self::main_grad_dtype`] for gradients.
     pub dtype: DType,
+    /// Where buckets are.
     pub device: Device,
     /// Elements after which a bucket is closed.
     pub bucket_size: usize,
     /// Ranks that a bucket is sharded over.
     pub dp: usize,
+    /// Ranks that share each layer.
     pub tp: usize,
+    /// This rank's number among them, from 0.
     pub tp_rank: usize,
 }
 
@@ -326,6 +341,7 @@ impl ParamStore {
         &self.params[id.0].weight
     }
 
+    /// The parameter that `id` was given for.
     pub fn param(&self, id: ParamId) -> &Param {
         &self.params[id.0]
     }
@@ -335,10 +351,12 @@ impl ParamStore {
         self.params.iter().enumerate().map(|(i, p)| (ParamId(i), p))
     }
 
+    /// All buckets, in the order in which backward completes them.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
 
+    /// What the store was made with.
     pub fn options(&self) -> &StoreOptions {
         &self.options
     }

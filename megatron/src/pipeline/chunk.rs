@@ -17,9 +17,11 @@ use crate::{Error, Result};
 pub struct Chunk {
     /// On the first virtual stage.
     pub input: Option<Box<dyn Input>>,
+    /// In forward order.
     pub layers: Vec<Box<dyn Layer>>,
     /// On the last virtual stage.
     pub output: Option<Box<dyn Output>>,
+    /// What of the layers is computed again in backward.
     pub recompute: Recompute,
 }
 

@@ -19,13 +19,21 @@ use crate::{Error, Result};
 pub struct Stage {
     /// This rank's chunks, in order of their virtual stages.
     pub chunks: Vec<Chunk>,
+    /// Those of all chunks.
     pub params: ParamStore,
+    /// The ranks that share its layers.
     pub tp: TensorParallel,
+    /// The ranks that share its sequences.
     pub cp: ContextParallel,
+    /// The stages of its pipeline, in order.
     pub pp: Group,
+    /// Width of the residual stream, which stages pass on.
     pub hidden: usize,
+    /// Of weights and of the residual stream.
     pub dtype: DType,
+    /// Where it computes.
     pub device: Device,
+    /// Keys of dropout follow from it.
     pub seed: u64,
 }
 

@@ -4,6 +4,27 @@
 //! [`interleaved`], [`forward_only`]), changed by [`delay_weight_gradients`], proved by
 //! [`simulate`], and executed by one engine ([`Stage::run`]) over the layers of each virtual stage
 //! ([`Chunk`]). [`partition`] deals layers to virtual stages.
+//!
+//! ```
+//! use megatron::pipeline::{ChunkCosts, Costs, gpipe, one_f_one_b, render, simulate};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! let (stages, microbatches) = (2, 4);
+//! // A backward takes twice as long as a forward.
+//! let backward = ChunkCosts { input_gradients: 1, weight_gradients: 1, ..Default::default() };
+//! let chunk = ChunkCosts { forward: 1, ..backward };
+//! let costs = Costs::even(stages, 1, chunk)?;
+//! let all_forwards_first = simulate(&gpipe(stages, microbatches)?, &costs)?;
+//! let alternating = simulate(&one_f_one_b(stages, microbatches, 0)?, &costs)?;
+//!
+//! // Both take as long; 1F1B keeps the activations of fewer microbatches.
+//! assert_eq!(all_forwards_first.makespan, alternating.makespan);
+//! assert_eq!(all_forwards_first.peak_in_flight, [4, 4]);
+//! assert_eq!(alternating.peak_in_flight, [2, 1]);
+//! println!("{}", render(&alternating));
+//! # Ok(())
+//! # }
+//! ```
 
 mod chunk;
 mod costs;

@@ -15,9 +15,13 @@ use std::fmt;
 /// any later time, of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
+    /// From a chunk's input to its output; activations are kept.
     Forward,
+    /// All gradients at once.
     Backward,
+    /// Gradients of the input alone, which the stage before waits for.
     InputGradients,
+    /// Gradients of the weights, which nobody waits for before the step's end.
     WeightGradients,
 }
 
@@ -72,6 +76,7 @@ impl Payload {
 /// One step of a stage. `microbatch` and `chunk` are those of the stage's own computation: in
 /// [`Action::Send`] the one that made the payload, in [`Action::Recv`] the one that will use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "fields mean in all variants what is said above and below")]
 pub enum Action {
     /// Runs the chunk forward. Its input is the received activation, or the data on the first
     /// virtual stage.

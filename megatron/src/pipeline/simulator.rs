@@ -14,10 +14,15 @@ use crate::{Error, Result};
 /// One pass on the timeline of a stage, in the unit of the costs; `end` is exclusive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
+    /// Inclusive.
     pub start: u64,
+    /// Exclusive.
     pub end: u64,
+    /// What was computed.
     pub pass: Pass,
+    /// From 0.
     pub microbatch: usize,
+    /// Among the stage's own, from 0.
     pub chunk: usize,
 }
 

@@ -19,14 +19,21 @@ use crate::params::{ParamId, ParamsBuilder};
 /// The shape of a model's attention, over all tp ranks.
 #[derive(Clone, Debug)]
 pub struct AttentionSpec {
+    /// Width of the residual stream.
     pub hidden: usize,
+    /// Query heads.
     pub heads: usize,
+    /// Key/value heads, each shared by heads / groups query heads.
     pub groups: usize,
+    /// Width of one head.
     pub head_dim: usize,
     /// Biases of the QKV and of the output projection.
     pub qkv_bias: bool,
+    /// See `qkv_bias`.
     pub bias: bool,
+    /// Standard deviation of the initial QKV weights.
     pub init_std: f64,
+    /// The same of the output projection, which writes into the residual stream.
     pub output_init_std: f64,
     /// Probability of dropping an attention weight.
     pub dropout: f64,
@@ -36,7 +43,9 @@ pub struct AttentionSpec {
     pub alibi: Option<Arc<[f64]>>,
     /// Tokens that a query sees at most, itself included.
     pub window: Option<usize>,
+    /// Ranks that heads are cut over.
     pub tp: usize,
+    /// Whether the residual stream is cut along the sequence over tp.
     pub sequence_parallel: bool,
     /// Compute the attention core again in backward.
     pub recompute_core: bool,
@@ -61,6 +70,7 @@ pub struct SavedAttention {
 }
 
 impl SelfAttention {
+    /// Declares the parameters of layer `layer` (from 0) under the prefix `name`.
     pub fn declare(
         name: &str,
         layer: usize,
@@ -225,6 +235,7 @@ impl SelfAttention {
         self.qkv.backward(&FeatureSharded(ctx.cp.to_tokens(dqkv)?), &input, ctx)
     }
 
+    /// The parameters, QKV's first.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         self.qkv.params().chain(self.proj.params())
     }

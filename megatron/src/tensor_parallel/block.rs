@@ -18,8 +18,11 @@ use crate::params::{ParamId, ParamsBuilder};
 /// The shape of a model's layers.
 #[derive(Clone, Debug)]
 pub struct BlockSpec {
+    /// Of both norms.
     pub norm: NormSpec,
+    /// Between the first norm and its residual.
     pub attention: AttentionSpec,
+    /// Between the second norm and its residual.
     pub mlp: MlpSpec,
     /// Probability of dropping an element of the attention's and the MLP's output.
     pub hidden_dropout: f64,

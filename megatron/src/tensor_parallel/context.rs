@@ -16,15 +16,21 @@ use crate::params::{ParamId, ParamStore};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Dropout is on; `step` (from 0) enters its keys.
-    Train { step: u64 },
+    Train {
+        /// Steps made before.
+        step: u64,
+    },
     /// Dropout is off.
     Evaluate,
 }
 
 /// One microbatch's surroundings on one rank.
 pub struct Ctx<'a> {
+    /// The stage's parameters.
     pub params: &'a ParamStore,
+    /// This rank among those that share its layers.
     pub tp: &'a TensorParallel,
+    /// This rank among those that share its sequences.
     pub cp: &'a ContextParallel,
     /// u32 `[s/cp, b]`: this rank's part of each sequence.
     pub tokens: &'a Tensor,
@@ -36,10 +42,13 @@ pub struct Ctx<'a> {
     pub samples: &'a [u64],
     /// [`MicroBatch::step_and_samples`](crate::data::MicroBatch::step_and_samples)
     pub step_and_samples: Option<&'a Tensor>,
+    /// Where documents begin and end in the sequences, if that changes anything.
     pub documents: &'a Documents,
     /// What the data has beside tokens: see [`Ctx::tensor`].
     pub named: &'a NamedTensors,
+    /// Decides about dropout.
     pub phase: Phase,
+    /// The run's; keys of dropout follow from it.
     pub seed: u64,
     /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked
     /// tokens of the global batch, f32 `[s/cp, b]` (f64 for f64). In training, where the head is.
@@ -83,9 +92,13 @@ impl WeightGradients {
 /// Where in a layer dropout strikes.
 #[derive(Clone, Copy, Debug)]
 pub enum DropoutSite {
+    /// Of the embedding's output.
     Embedding = 0,
+    /// Of the probabilities that weight values.
     AttentionWeights = 1,
+    /// Of what attention adds to the residual stream.
     AttentionOutput = 2,
+    /// Of what the MLP adds to the residual stream.
     MlpOutput = 3,
 }
 
@@ -111,6 +124,7 @@ impl Ctx<'_> {
         self.named.get(name)
     }
 
+    /// The weight of one of this stage's parameters, in local shape.
     pub fn weight(&self, id: ParamId) -> &Tensor {
         self.params.weight(id)
     }

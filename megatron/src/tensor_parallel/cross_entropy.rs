@@ -46,6 +46,7 @@ pub struct RowStats {
 }
 
 impl VocabParallelCrossEntropy {
+    /// The loss over `spec`'s vocabulary; padding rows take no part.
     pub fn new(spec: &VocabSpec) -> Self {
         Self { spec: spec.clone() }
     }

@@ -44,8 +44,11 @@ impl Layer for Linear {
 /// An activation function of every element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
+    /// GELU, tanh approximation.
     Gelu,
+    /// max(x, 0).
     Relu,
+    /// max(x, 0)².
     SquaredRelu,
 }
 

@@ -17,13 +17,17 @@ use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 /// The vocabulary of a model: both ends need it.
 #[derive(Clone, Debug)]
 pub struct VocabSpec {
+    /// Tokens, without padding.
     pub vocab_size: usize,
     /// Vocabulary padded with zero rows to a multiple of divisor · tp.
     pub padded: usize,
+    /// Width of the residual stream.
     pub hidden: usize,
+    /// Standard deviation of the initial weights.
     pub init_std: f64,
     /// Whether the output matrix is the token embedding.
     pub tied: bool,
+    /// Ranks that rows are cut over.
     pub tp: usize,
 }
 

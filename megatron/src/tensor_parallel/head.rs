@@ -41,6 +41,8 @@ pub struct Head {
 }
 
 impl Head {
+    /// Declares the final norm and the output matrix, or a second use of the token
+    /// embedding where `spec` ties them.
     pub fn declare(spec: &VocabSpec, norm: &NormSpec, params: &mut ParamsBuilder) -> Self {
         let norm = Norm::declare("decoder.final_layernorm", norm, params);
         let embedding = spec.embedding_param();

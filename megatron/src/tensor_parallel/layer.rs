@@ -13,6 +13,7 @@ use crate::{Error, Result};
 pub struct Saved(Box<dyn Any + Send>);
 
 impl Saved {
+    /// Keeps `value` until backward takes it.
     pub fn new<T: Send + 'static>(value: T) -> Self {
         Self(Box::new(value))
     }

@@ -18,14 +18,23 @@ use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 pub struct LinearSpec {
     /// Prefix of the parameter names, without `.weight`.
     pub name: String,
+    /// Columns of the weight, over all tp ranks.
     pub in_features: usize,
+    /// Rows of the weight, over all tp ranks.
     pub out_features: usize,
+    /// Whether there is one.
     pub bias: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
 }
 
 impl LinearSpec {
+    /// A layer with a bias, whose initial weights have a standard deviation of 1/√`in_features`.
+    pub fn new(name: impl Into<String>, in_features: usize, out_features: usize) -> Self {
+        let init_std = (in_features.max(1) as f64).sqrt().recip();
+        Self { name: name.into(), in_features, out_features, bias: true, init_std }
+    }
+
     fn weight(&self, partition: Partition) -> ParamSpec {
         ParamSpec {
             name: format!("{}.weight", self.name),
@@ -101,6 +110,7 @@ impl ColumnParallelLinear {
         dx.finish()
     }
 
+    /// The weight, and the bias where there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }
@@ -116,6 +126,7 @@ pub struct Join<'a> {
 }
 
 impl<'a> Join<'a> {
+    /// The output will be added to `residual`, after `dropout` where that is given.
     pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
         let by_product = ctx.tp.size() == 1 && dropout.is_none();
         Self { residual, dropout, by_product, place: OnceCell::new() }
@@ -187,6 +198,7 @@ impl RowParallelLinear {
         self.backward_input(&whole, ctx)
     }
 
+    /// The bias, where there is one.
     pub fn bias(&self) -> Option<ParamId> {
         self.bias
     }
@@ -226,6 +238,7 @@ impl RowParallelLinear {
         ctx.weight_grad(&dy.0, &x.0, self.weight)
     }
 
+    /// The weight, and the bias where there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }

@@ -10,6 +10,32 @@
 //! ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); else beginning waits, too.
 //!
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use megatron::comm::threads;
+//! use megatron::tensor_parallel::TensorParallel;
+//! use megatron::tensor_parallel::layout::{Partial, Stream};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // y = W₂·relu(W₁·x): W₁ is cut by rows, W₂ by columns; ranks exchange one sum.
+//! let x = Tensor::new(&[[[1f32, 2.0]]], &Device::Cpu)?; // [s, b, h]
+//! let w1 = Tensor::new(&[[1f32, 1.0], [1.0, -1.0]], &Device::Cpu)?;
+//! let w2 = Tensor::new(&[[1f32, 5.0], [2.0, 5.0]], &Device::Cpu)?;
+//! let whole = x.broadcast_matmul(&w1.t()?)?.relu()?.broadcast_matmul(&w2.t()?)?;
+//!
+//! let ranks = threads::run(2, |group| {
+//!     let tp = TensorParallel::new(group, false);
+//!     let (rows, columns) = (w1.narrow(0, tp.rank(), 1)?, w2.narrow(1, tp.rank(), 1)?);
+//!     let input = tp.enter(&Stream(x.clone()))?;
+//!     let hidden = input.0.broadcast_matmul(&rows.t()?)?.relu()?;
+//!     let output = tp.exit(Partial(hidden.broadcast_matmul(&columns.t()?)?))?;
+//!     Ok(output.0.to_vec3::<f32>()?)
+//! })?;
+//! assert_eq!(ranks, [whole.to_vec3::<f32>()?, whole.to_vec3::<f32>()?]);
+//! # Ok(())
+//! # }
+//! ```
 
 use candle_core::Tensor;
 use kernels::tensor::device::empty;
@@ -54,14 +80,17 @@ impl TensorParallel {
         Self { group, sequence_parallel }
     }
 
+    /// The ranks that share each layer.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
+    /// This rank's number among them, from 0.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
+    /// Their number, tp.
     pub fn size(&self) -> usize {
         self.group.size()
     }

@@ -13,12 +13,19 @@ use crate::params::{ParamId, ParamsBuilder};
 /// The shape of a model's MLPs, over all tp ranks.
 #[derive(Clone, Debug)]
 pub struct MlpSpec {
+    /// Width of the residual stream.
     pub hidden: usize,
+    /// Width between the two products.
     pub ffn: usize,
+    /// SwiGLU in place of GELU.
     pub swiglu: bool,
+    /// Biases of both products.
     pub bias: bool,
+    /// Standard deviation of the initial weights of the first product.
     pub init_std: f64,
+    /// The same of the second, which writes into the residual stream.
     pub output_init_std: f64,
+    /// Whether the residual stream is cut along the sequence over tp.
     pub sequence_parallel: bool,
     /// Compute the activation function again in backward.
     pub recompute_activation: bool,
@@ -41,6 +48,7 @@ pub struct SavedMlp {
 }
 
 impl Mlp {
+    /// Declares the parameters under the prefix `name`.
     pub fn declare(name: &str, spec: &MlpSpec, params: &mut ParamsBuilder) -> Self {
         let parts = if spec.swiglu { 2 } else { 1 };
         let fc1 = LinearSpec {
@@ -173,6 +181,7 @@ impl Mlp {
             .map(FeatureSharded))
     }
 
+    /// The parameters, in forward order.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         self.fc1.params().chain(self.fc2.params())
     }

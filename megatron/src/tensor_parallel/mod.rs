@@ -3,6 +3,33 @@
 //!
 //! [`layout`] names how an activation lies over tp; [`mappings`] holds the conjugate operators, the
 //! only ways from one layout to another; the other files hold layers made of kernels and mappings.
+//!
+//! ```
+//! use candle_core::Tensor;
+//! use candle_nn::Module;
+//! use megatron::params::{ParamSpec, ParamsBuilder};
+//! use megatron::tensor_parallel::{AutogradLayer, Layer, Linear, LinearSpec};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! let mut params = ParamsBuilder::default();
+//! // A layer of the library, cut over tp …
+//! let linear = Linear::declare(&LinearSpec::new("up", 64, 64), &mut params);
+//! // … and one written in candle, whole on every rank.
+//! let gate = AutogradLayer::declare("gate", &mut params, |vb| {
+//!     let gate = candle_nn::linear_no_bias(64, 64, vb)?;
+//!     Ok(move |x: &Tensor| x * gate.forward(x)?.tanh()?)
+//! })?;
+//! assert_eq!((linear.params().len(), gate.params().len()), (2, 1));
+//!
+//! // What a rank of tp 2 holds.
+//! let held = |spec: &ParamSpec| (spec.name.clone(), spec.local_shape(2));
+//! let shapes: Vec<_> = params.specs().map(held).collect();
+//! assert_eq!(shapes[0], ("up.weight".into(), vec![32, 64]));
+//! assert_eq!(shapes[1], ("up.bias".into(), vec![32]));
+//! assert_eq!(shapes[2], ("gate.weight".into(), vec![64, 64]));
+//! # Ok(())
+//! # }
+//! ```
 
 mod attention;
 mod autograd;

@@ -16,9 +16,14 @@ use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 /// What all normalizations of a model have in common.
 #[derive(Clone, Copy, Debug)]
 pub struct NormSpec {
+    /// Width of what is normalized.
     pub hidden: usize,
+    /// Decides whether there is a bias.
     pub kind: Normalization,
+    /// Added to the variance before the square root.
     pub eps: f64,
+    /// Whether tp ranks normalize different tokens, so that gradients of weight and bias
+    /// are parts of a sum.
     pub sequence_parallel: bool,
 }
 
@@ -49,6 +54,7 @@ impl Norm {
         Self { weight, bias, eps: norm.eps }
     }
 
+    /// The normalized stream, and what backward needs of the rows.
     pub fn forward(&self, x: &Stream, ctx: &Ctx) -> Result<(Stream, NormStats)> {
         let weight = ctx.weight(self.weight);
         let (y, stats) = match self.bias {
@@ -105,6 +111,7 @@ impl Norm {
         Ok(Stream(dx))
     }
 
+    /// The weight, and the bias where there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }

@@ -11,6 +11,7 @@ use crate::{Error, Result};
 /// The microbatch's tensor of this name, `[b, h]`, as a stream of one position, `[1, b, h]`.
 #[derive(Clone, Debug)]
 pub struct Features {
+    /// As [`SampleSource::named`](crate::data::SampleSource::named) gives it.
     pub name: String,
 }
 
@@ -33,6 +34,7 @@ impl Input for Features {
 /// `[b, h]`: torch's `MSELoss`. The stream has one position.
 #[derive(Clone, Debug)]
 pub struct MeanSquaredError {
+    /// As [`SampleSource::named`](crate::data::SampleSource::named) gives it.
     pub targets: String,
 }
 

@@ -14,6 +14,7 @@ use crate::{Error, Result};
 /// A size, and where it came from: a flag, a key of the run file, the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sourced {
+    /// A number of ranks.
     pub value: usize,
     /// E.g. `--tensor-model-parallel-size`; printed beside the number in errors.
     pub source: Option<String>,
@@ -44,10 +45,15 @@ impl fmt::Display for Sourced {
 /// The sizes asked for. What is left of the world is dp, unless that is given too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GridSizes {
+    /// Ranks that share each layer.
     pub tp: Sourced,
+    /// Ranks that share each sequence.
     pub cp: Sourced,
+    /// Ranks that deal the experts among them.
     pub ep: Sourced,
+    /// Replicas; `None`: as many as the world has room for.
     pub dp: Option<Sourced>,
+    /// Pipeline stages.
     pub pp: Sourced,
 }
 
@@ -71,9 +77,13 @@ pub enum Axis {
 /// Where a rank sits among the dense layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Coords {
+    /// Below the size of [`Axis::Tp`].
     pub tp: usize,
+    /// Below the size of [`Axis::Cp`].
     pub cp: usize,
+    /// Below the size of [`Axis::Dp`].
     pub dp: usize,
+    /// Below the size of [`Axis::Pp`]: the stage.
     pub pp: usize,
 }
 

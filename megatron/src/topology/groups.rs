@@ -7,9 +7,11 @@ use crate::{Error, Result};
 /// The groups a rank belongs to. Members of a group are ordered by their index on its axis.
 #[derive(Clone)]
 pub struct ProcessGroups {
+    /// Who sits where.
     pub grid: RankGrid,
     /// This rank in the world.
     pub rank: usize,
+    /// All ranks.
     pub world: Group,
     /// Ranks that share each layer.
     pub tp: Group,

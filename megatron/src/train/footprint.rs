@@ -22,6 +22,7 @@ const MOST_MICROBATCHES: usize = 64;
 /// The bytes that a rank needs, by what they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Footprint {
+    /// In the model's dtype.
     pub weights: f64,
     /// Main gradients.
     pub gradients: f64,

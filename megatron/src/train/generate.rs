@@ -25,6 +25,7 @@ pub struct Sampling {
     pub top_k: usize,
     /// Draw among the fewest likeliest tokens whose probabilities sum to this; 1: all.
     pub top_p: f64,
+    /// Equal seeds draw equal tokens.
     pub seed: u64,
 }
 

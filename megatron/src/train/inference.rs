@@ -50,7 +50,9 @@ pub(super) fn build_stage(
 
 /// One rank's share of a model, to generate and evaluate.
 pub struct Inference {
+    /// This rank's groups.
     pub groups: ProcessGroups,
+    /// This rank's layers and parameters.
     pub stage: Stage,
 }
 

@@ -1,4 +1,76 @@
 //! The training loop, and what it reports.
+//!
+//! ```
+//! use candle_core::{Device, Tensor};
+//! use megatron::Result;
+//! use megatron::comm::{solo, threads};
+//! use megatron::config::{ModelConfig, RunConfig, TrainingConfig};
+//! use megatron::data::SampleSource;
+//! use megatron::train::{Sources, Trainer};
+//! # use std::ops::Range;
+//! # use megatron::config::Recompute;
+//! # use megatron::params::ParamsBuilder;
+//! # use megatron::pipeline::Chunk;
+//! # use megatron::tensor_parallel::{Features, Linear, LinearSpec, MeanSquaredError};
+//! # use megatron::train::{Ends, ModelBuilder};
+//! # struct Negate;
+//! # impl SampleSource for Negate {
+//! #     fn seq_length(&self) -> usize {
+//! #         1
+//! #     }
+//! #     fn num_samples(&self) -> u64 {
+//! #         4
+//! #     }
+//! #     fn named(&self, index: u64) -> Result<Vec<(String, Tensor)>> {
+//! #         let x = Tensor::new(&[(index % 4) as f32, 1.0, 0.5, -1.0], &Device::Cpu)?;
+//! #         Ok(vec![("y".into(), x.neg()?), ("x".into(), x)])
+//! #     }
+//! # }
+//! # struct OneLinear;
+//! # impl ModelBuilder for OneLinear {
+//! #     fn num_layers(&self) -> usize {
+//! #         1
+//! #     }
+//! #     fn chunk(&self, _: Ends, _: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk> {
+//! #         let spec = LinearSpec::new("layer", 4, 4);
+//! #         Ok(Chunk {
+//! #             input: Some(Box::new(Features { name: "x".into() })),
+//! #             layers: vec![Box::new(Linear::declare(&spec, params))],
+//! #             output: Some(Box::new(MeanSquaredError { targets: "y".into() })),
+//! #             recompute: Recompute::None,
+//! #         })
+//! #     }
+//! # }
+//!
+//! # fn main() -> Result<()> {
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! // `OneLinear` is a `ModelBuilder`, `Negate` a `SampleSource`; the crate's first page has such.
+//! let mut config = RunConfig {
+//!     model: ModelConfig { num_layers: 1, hidden_size: 4, ..Default::default() },
+//!     training: TrainingConfig { global_batch_size: 4, ..Default::default() },
+//!     ..Default::default()
+//! };
+//! let sources = Sources::of(Negate);
+//! let mut trainer = Trainer::new(&config, &OneLinear, solo(), &sources, &Device::Cpu)?;
+//! let first = trainer.step()?;
+//! trainer.step()?;
+//! let checkpoint = trainer.save(folder)?;
+//! let third = trainer.step()?;
+//! assert!(third.lm_loss < first.lm_loss);
+//!
+//! // Two ranks go on from there, each with half of every batch.
+//! config.parallel.data_parallel_size = 2;
+//! let resumed = threads::run(2, |world| {
+//!     let mut trainer = Trainer::new(&config, &OneLinear, world, &sources, &Device::Cpu)?;
+//!     trainer.load(&checkpoint)?;
+//!     trainer.step()
+//! })?;
+//! assert_eq!(resumed[0].iteration, 3);
+//! assert!((resumed[0].lm_loss - third.lm_loss).abs() < 1e-6);
+//! # Ok(())
+//! # }
+//! ```
 
 mod agreement;
 mod communicators;
@@ -10,7 +82,7 @@ mod generate;
 mod inference;
 mod memory;
 mod memory_limit;
-pub mod metrics;
+mod metrics;
 mod model;
 mod out_of_memory;
 mod profile;
@@ -40,7 +112,7 @@ pub use metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 pub use model::{Ends, Layout, ModelBuilder, SavedActivations};
 pub use profile::{Ceilings, Profile, Profiler, SpanGroup, Summary, Total};
 pub use recorded::RecordedRun;
-pub use report::Reporter;
+pub use report::{Reporter, Silent};
 pub use resume::samples_to_read;
 pub use run::{Outcome, preflight};
 pub use state::{GPT, SavedRun, saved_run, weights_only_state, with_parallel};

@@ -16,12 +16,19 @@ use crate::config::{
 /// alone, one of an earlier version may lack a section.
 #[derive(Clone, Debug)]
 pub struct RecordedRun {
+    /// The architecture.
     pub model: ModelConfig,
+    /// The layout it ran under; a run may resume under another.
     pub parallel: Option<ParallelConfig>,
+    /// What it read.
     pub data: Option<DataConfig>,
+    /// Batch, length, seed, precision.
     pub training: Option<TrainingConfig>,
+    /// The optimizer and its schedules.
     pub optimizer: Option<OptimizerConfig>,
+    /// What it saved where.
     pub checkpoint: Option<CheckpointConfig>,
+    /// What it reported.
     pub logging: Option<LoggingConfig>,
 }
 

@@ -133,9 +133,11 @@ pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
 /// What is known of the run that wrote a checkpoint.
 #[derive(Clone, Debug)]
 pub struct SavedRun {
+    /// How far the run was.
     pub progress: Progress,
     /// What its program calls the model: [`GPT`], or another of which tensors alone are known.
     pub architecture: String,
+    /// The architecture.
     pub model: ModelConfig,
     /// The layout it was written under, if it was written by a run.
     pub parallel: Option<ParallelConfig>,

@@ -33,13 +33,29 @@ use crate::{Error, Result};
 /// The data of a run.
 #[derive(Clone)]
 pub struct Sources {
+    /// What steps are made with.
     pub train: Arc<dyn SampleSource>,
+    /// What is evaluated during the run, if anything is.
     pub valid: Option<Arc<dyn SampleSource>>,
+    /// What is evaluated at the run's end, if anything is.
     pub test: Option<Arc<dyn SampleSource>>,
     /// What ends documents, if that changes anything.
     pub document_ends: Option<DocumentEnds>,
     /// Equal for equal tokens; a resumed run tells if it reads other data.
     pub fingerprint: String,
+}
+
+impl Sources {
+    /// Samples to train with, and nothing to evaluate.
+    pub fn of(train: impl SampleSource + 'static) -> Self {
+        Self {
+            train: Arc::new(train),
+            valid: None,
+            test: None,
+            document_ends: None,
+            fingerprint: String::new(),
+        }
+    }
 }
 
 /// How far a run is. With the parameters and the optimizer's state, all there is to resume.
@@ -268,10 +284,12 @@ impl Trainer {
         self.started = start;
     }
 
+    /// How far the run is.
     pub fn progress(&self) -> Progress {
         self.progress
     }
 
+    /// This rank's groups.
     pub fn groups(&self) -> &ProcessGroups {
         &self.groups
     }

@@ -2,6 +2,34 @@
 //! used in both directions.
 //!
 //! Sources: `transformers` `modeling_{gpt2,llama,mistral,qwen2,bloom}.py`.
+//!
+//! ```
+//! use megatron::config::{ModelConfig, Normalization, PositionEmbedding};
+//! use models::Gpt;
+//! use models::families::{Family, Transform};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! let llama = ModelConfig {
+//!     position_embedding: PositionEmbedding::Rope,
+//!     normalization: Normalization::RMSNorm,
+//!     swiglu: true,
+//!     bias_linear: false,
+//!     ..Default::default()
+//! };
+//! let plan = Family::Llama.plan(&Gpt::specs(&llama)?).unwrap();
+//! let qkv = plan.iter().find(|planned| planned.spec.name.ends_with("linear_qkv.weight")).unwrap();
+//! // One parameter here, three tensors there.
+//! assert_eq!(qkv.theirs[0], "model.layers.0.self_attn.q_proj.weight");
+//! assert_eq!(qkv.theirs.len(), 3);
+//! assert!(matches!(qkv.transform, Transform::QkvFromParts));
+//!
+//! // Llama has no learned positions.
+//! let gpt2 = Gpt::specs(&ModelConfig::default())?;
+//! assert!(Family::Llama.plan(&gpt2).unwrap_err().contains("position"));
+//! assert!(Family::Gpt2.plan(&gpt2).is_ok());
+//! # Ok(())
+//! # }
+//! ```
 
 mod bloom;
 mod gpt2;
@@ -19,14 +47,20 @@ pub use transform::{QkvShape, Transform};
 /// A family of architectures that share their tensors' names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
+    /// GPT-2: fused QKV, weights stored as `[in, out]`.
     Gpt2,
+    /// Llama: rotary positions, RMSNorm, SwiGLU.
     Llama,
+    /// Mistral: Llama with a sliding window.
     Mistral,
+    /// Qwen2: Llama with a bias of QKV.
     Qwen2,
+    /// Bloom: fused QKV, ALiBi.
     Bloom,
 }
 
 impl Family {
+    /// All that can be read and written.
     pub const ALL: [Self; 5] = [Self::Gpt2, Self::Llama, Self::Mistral, Self::Qwen2, Self::Bloom];
 
     /// `model_type` in `config.json`.
@@ -95,8 +129,11 @@ pub(crate) const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
 /// A parameter and the tensors of a file that make it up.
 #[derive(Clone, Debug)]
 pub struct Planned {
+    /// Of the parameter, in this library's name and shape.
     pub spec: ParamSpec,
+    /// Names in the file, in the order in which `transform` takes them.
     pub theirs: Vec<String>,
+    /// How their values become the parameter's, and back.
     pub transform: Transform,
 }
 
@@ -109,6 +146,7 @@ const SHOWN: usize = 8;
 /// Where parameters come from.
 #[derive(Debug)]
 pub struct Plan {
+    /// As many as there were specs, in their order.
     pub parameters: Vec<Planned>,
     /// An output matrix in the file of a tied model, and the tensor it must equal.
     pub tied_head: Option<String>,

@@ -34,6 +34,7 @@ pub struct QkvShape {
 }
 
 impl QkvShape {
+    /// That of a model's attention.
     pub fn of(model: &ModelConfig) -> Self {
         let heads_per_group = model.num_attention_heads / model.num_query_groups.max(1);
         Self {

@@ -40,8 +40,11 @@ pub struct ExportOptions {
 /// What an export did.
 #[derive(Debug)]
 pub struct Exported {
+    /// The family the model was written as.
     pub family: Family,
+    /// Safetensors files.
     pub files: usize,
+    /// Bytes of weights in them.
     pub bytes: u64,
     /// What does not work with it, and what does.
     pub note: Option<String>,

@@ -140,6 +140,7 @@ impl HfFiles {
         Ok(Self { folder: folder.to_path_buf(), files, tensors, homes })
     }
 
+    /// Where they are.
     pub fn folder(&self) -> &Path {
         &self.folder
     }

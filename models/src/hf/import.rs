@@ -18,6 +18,7 @@ use crate::families::Family;
 pub struct Imported {
     /// The checkpoint's own folder.
     pub path: PathBuf,
+    /// The family the model is of.
     pub family: Family,
     /// What was passed over in its configuration.
     pub note: Option<String>,

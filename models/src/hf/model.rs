@@ -21,7 +21,9 @@ const SMALL_EXTENT: usize = 1 << 20;
 /// A parameter's value: global, unpadded, in the dtype of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Raw {
+    /// Of the elements in the file.
     pub dtype: Float,
+    /// Global, without padding.
     pub shape: Vec<usize>,
     /// Row-major, little-endian.
     pub bytes: Vec<u8>,
@@ -30,6 +32,7 @@ pub struct Raw {
 /// The model in a folder: every tensor of its files is accounted for, and every parameter has its
 /// tensors.
 pub struct HfModel {
+    /// What `config.json` says.
     pub config: HfConfig,
     files: HfFiles,
     parameters: Vec<Planned>,

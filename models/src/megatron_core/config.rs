@@ -61,6 +61,7 @@ pub enum Vocabulary {
 }
 
 impl Vocabulary {
+    /// Tokens, whichever way they are known.
     pub fn size(self) -> usize {
         let (Self::Given(size) | Self::Recorded(size) | Self::Padded(size)) = self;
         size

@@ -20,6 +20,7 @@ pub struct Imported {
     pub path: PathBuf,
     /// Parameters in elements, a tied matrix counted once.
     pub elements: u64,
+    /// How the size of the vocabulary is known.
     pub vocabulary: Vocabulary,
     /// At which it was saved, if it says.
     pub iteration: Option<usize>,

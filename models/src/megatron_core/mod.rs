@@ -3,6 +3,28 @@
 //! and the way in ([`import`]).
 //!
 //! Files are not trusted: no pickle is executed, and memory has the order of what the files hold.
+//!
+//! ```
+//! use megatron::checkpoint::{Manifest, locate};
+//! use models::megatron_core::{MegatronModel, Vocabulary, import};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! # let theirs = std::path::Path::new("../tests/fixtures/megatron-core/llama-tp2-pp2");
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let ours = folder.path();
+//! // A Llama that Megatron-LM saved under tp 2 × pp 2.
+//! let model = MegatronModel::open(theirs, None)?;
+//! assert!(model.model().swiglu);
+//! assert!(matches!(model.vocabulary(), Vocabulary::Padded(_)));
+//!
+//! // The same as a checkpoint of this library, of any layout.
+//! let imported = import(theirs, ours, None, |_done, _total| {})?;
+//! assert_eq!(imported.iteration, Some(5));
+//! let manifest = Manifest::read(&locate(ours, None)?)?;
+//! assert_eq!(manifest.tensors.len(), model.parameters().count());
+//! # Ok(())
+//! # }
+//! ```
 
 mod archive;
 mod config;

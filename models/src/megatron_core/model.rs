@@ -112,6 +112,7 @@ impl MegatronModel {
         &self.model
     }
 
+    /// How the size of the vocabulary is known.
     pub fn vocabulary(&self) -> Vocabulary {
         self.vocabulary
     }

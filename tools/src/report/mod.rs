@@ -10,8 +10,7 @@ mod words;
 
 use std::io::IsTerminal;
 
-use megatron::train::Reporter;
-use megatron::train::report::Silent;
+use megatron::train::{Reporter, Silent};
 
 pub use bytes::ByteBar;
 pub use words::{count, duration};

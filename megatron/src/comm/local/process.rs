@@ -6,6 +6,7 @@
 /// A process, recognizable after its pid was given to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
+    /// In this process's pid namespace.
     pub pid: u32,
     /// Clock ticks after boot.
     pub start: u64,

@@ -2,6 +2,37 @@
 //!
 //! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part
 //! (`join`), and connect through the backend that fits.
+//!
+//! ```
+//! use megatron::comm::{Backend, CommOptions, Communicator, RankInfo, Rendezvous, init};
+//!
+//! # fn main() -> megatron::Result<()> {
+//! // What torchrun would set; `World::from_env` asks the environment itself.
+//! let launcher = |rank: usize| {
+//!     move |name: &str| match name {
+//!         "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
+//!         "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some("2".to_string()),
+//!         "MASTER_ADDR" => Some("127.0.0.1".to_string()),
+//!         _ => None,
+//!     }
+//! };
+//! # let folder = tempfile::tempdir().unwrap();
+//! let rendezvous = Rendezvous::File { dir: folder.path().join("meeting") };
+//! let rank = |rank| -> megatron::Result<Vec<Vec<u8>>> {
+//!     let info = RankInfo::from_env(launcher(rank))?.unwrap();
+//!     let world = init(&info, &rendezvous, Backend::Tcp, CommOptions::default())?;
+//!     world.group.all_gather_bytes(format!("rank {rank}").as_bytes())
+//! };
+//! // Ranks are processes, as a rule.
+//! let (first, second) = std::thread::scope(|scope| {
+//!     let second = scope.spawn(|| rank(1));
+//!     (rank(0), second.join().unwrap())
+//! });
+//! assert_eq!(first?, [b"rank 0", b"rank 1"]);
+//! assert_eq!(second?, [b"rank 0", b"rank 1"]);
+//! # Ok(())
+//! # }
+//! ```
 
 mod env;
 mod file_store;
@@ -46,7 +77,9 @@ use crate::{Error, Result};
 /// A rank's place in the world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankInfo {
+    /// This process's number, from 0, below `world_size`.
     pub rank: usize,
+    /// Number of ranks on all hosts.
     pub world_size: usize,
     /// Index among the ranks of this host, where the launcher told it; else [`init`] finds it out.
     pub local_rank: Option<usize>,
@@ -107,6 +140,7 @@ impl RankInfo {
 
 /// All ranks, connected.
 pub struct World {
+    /// The group of all ranks, with this process as its member.
     pub group: Group,
     /// This rank's index among the ranks of its host.
     pub local_rank: usize,
@@ -118,10 +152,20 @@ pub struct World {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// A store over TCP, which this process serves if `is_host` (exactly one does).
-    Tcp { host: String, port: u16, is_host: bool },
+    Tcp {
+        /// Name or address of the host that serves the store.
+        host: String,
+        /// Port of the store.
+        port: u16,
+        /// Whether this process serves it.
+        is_host: bool,
+    },
     /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is
     /// starting.
-    File { dir: PathBuf },
+    File {
+        /// The folder; it is made where it is missing.
+        dir: PathBuf,
+    },
 }
 
 /// How long ranks that have met may take to connect to each other: all are there, and wait for

@@ -34,7 +34,7 @@ impl World {
 /// In a process that a launcher made a rank, it runs `rank` in that world instead, so that a
 /// program started by hand and under a launcher is the same.
 ///
-/// ```no_run
+/// ```standalone_crate
 /// use candle_core::{Device, Tensor};
 /// use megatron::comm::{ReduceOp, spawn};
 ///

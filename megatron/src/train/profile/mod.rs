@@ -29,6 +29,7 @@ pub struct Profile {
     pub ranks: Vec<(usize, Summary)>,
     /// Of rank 0.
     pub ceilings: Ceilings,
+    /// Of the model's weights, which the ceilings hold for.
     pub dtype: DType,
     /// Why traces could not be written, of ranks where that is so.
     pub failures: Vec<String>,

@@ -8,18 +8,24 @@ use serde::{Deserialize, Serialize};
 /// What the spans of one name sum to.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Total {
+    /// Spans of this name.
     pub calls: u64,
     /// Own seconds, without spans inside.
     pub seconds: f64,
+    /// Floating-point operations, as the kernels count them.
     pub flops: f64,
+    /// Bytes that kernels touch or messages move.
     pub bytes: f64,
 }
 
 /// Spans that are told apart in a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum SpanGroup {
+    /// A kernel's computation.
     Kernel,
+    /// A collective or a message, where its bytes are moved.
     Communication,
+    /// Nothing is done until others are ready.
     Wait,
     /// Time in a phase that no span inside it accounts for.
     Other,
@@ -28,6 +34,7 @@ pub enum SpanGroup {
 /// One rank's profile.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
+    /// Recorded steps.
     pub steps: u64,
     /// Seconds inside spans of the main thread.
     pub seconds: f64,

@@ -27,6 +27,7 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 /// The architecture that a `config.json` describes.
 #[derive(Clone, Debug)]
 pub struct HfConfig {
+    /// Told by `model_type`.
     pub family: Family,
     /// `seq_length` is the longest sequence the model accepts.
     pub model: ModelConfig,
@@ -76,6 +77,7 @@ impl HfConfig {
         Ok(Self { family, model, json, passed_over, path: path.to_path_buf() })
     }
 
+    /// Where it was read.
     pub fn path(&self) -> &Path {
         &self.path
     }

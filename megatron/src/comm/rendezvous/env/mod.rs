@@ -22,9 +22,13 @@ const DEFAULT_PORT: usize = 29_500;
 /// The variables that told a rank its place, by which messages call its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variables {
+    /// For [`RankInfo::rank`].
     pub rank: &'static str,
+    /// For [`RankInfo::world_size`].
     pub world_size: &'static str,
+    /// For [`RankInfo::local_rank`].
     pub local_rank: &'static str,
+    /// For [`RankInfo::local_world_size`].
     pub local_world_size: &'static str,
 }
 
