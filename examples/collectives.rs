@@ -22,13 +22,8 @@ fn rank(world: Group) -> Result<String> {
 }
 
 fn main() -> Result<()> {
-    let world = threads::world(8);
-    let lines: Vec<Result<String>> = std::thread::scope(|scope| {
-        let handles: Vec<_> = world.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
-    });
-    for line in lines {
-        println!("{}", line?);
+    for line in threads::run(8, rank)? {
+        println!("{line}");
     }
     Ok(())
 }

@@ -5,9 +5,8 @@
 //!     cargo run --release --example custom_layer
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use megatron::Result;
 use megatron::comm::{Group, solo, threads};
@@ -78,16 +77,8 @@ impl SampleSource for Samples {
 }
 
 fn train(config: &RunConfig, world: Group) -> Result<Vec<f64>> {
-    let sources = Sources {
-        train: Arc::new(Samples),
-        valid: None,
-        test: None,
-        document_ends: None,
-        fingerprint: String::new(),
-    };
-    let (p, recompute) = (&config.parallel, config.training.recompute);
-    let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
-    let model = Gated(Gpt::new(&config.model, tp, sp, recompute, DType::F32, &Device::Cpu)?);
+    let sources = Sources::of(Samples);
+    let model = Gated(Gpt::of(config, &Device::Cpu)?);
     let mut trainer = Trainer::new(config, &model, world, &sources, &Device::Cpu)?;
     (0..20).map(|_| Ok(trainer.step()?.lm_loss)).collect()
 }
@@ -123,14 +114,7 @@ fn main() -> Result<()> {
         },
         ..alone
     };
-    let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = threads::world(cut.parallel.world_size())
-            .into_iter()
-            .map(|rank| scope.spawn(|| train(&cut, rank)))
-            .collect();
-        ranks.into_iter().filter_map(|rank| rank.join().ok()).collect()
-    });
-    let eight = ranks.into_iter().collect::<Result<Vec<_>>>()?.swap_remove(0);
+    let eight = threads::run(cut.parallel.world_size(), |rank| train(&cut, rank))?.swap_remove(0);
 
     println!("step   one process   dp 2 · tp 2 (sequence parallel) · pp 2, ZeRO-1");
     for (step, (a, b)) in single.iter().zip(&eight).enumerate() {

@@ -6,9 +6,7 @@
 //! Shows how the library is used without the command line: a configuration, a model, a source of
 //! samples, a world.
 
-use std::sync::Arc;
-
-use candle_core::{DType, Device};
+use candle_core::Device;
 use megatron::Result;
 use megatron::comm::{Group, threads};
 use megatron::config::{
@@ -42,15 +40,7 @@ impl SampleSource for Samples {
 }
 
 fn train(config: &RunConfig, world: Group, sources: &Sources) -> Result<Vec<f64>> {
-    let parallel = &config.parallel;
-    let model = Gpt::new(
-        &config.model,
-        parallel.tensor_model_parallel_size,
-        parallel.sequence_parallel,
-        config.training.recompute,
-        DType::F32,
-        &Device::Cpu,
-    )?;
+    let model = Gpt::of(config, &Device::Cpu)?;
     let mut trainer = Trainer::new(config, &model, world, sources, &Device::Cpu)?;
     (0..10).map(|_| Ok(trainer.step()?.lm_loss)).collect()
 }
@@ -93,24 +83,13 @@ fn main() -> Result<()> {
         ..alone.clone()
     };
 
-    let sources = Sources {
-        train: Arc::new(Samples),
-        valid: None,
-        test: None,
-        document_ends: None,
-        fingerprint: String::new(),
-    };
+    let sources = Sources::of(Samples);
     let single = train(&alone, megatron::comm::solo(), &sources)?;
-    let world = threads::world(cut.parallel.world_size());
-    let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
-        let handles: Vec<_> =
-            world.into_iter().map(|rank| scope.spawn(|| train(&cut, rank, &sources))).collect();
-        handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
-    });
-    let eight = ranks.into_iter().collect::<Result<Vec<_>>>()?.swap_remove(0);
+    let ranks = threads::run(cut.parallel.world_size(), |rank| train(&cut, rank, &sources))?;
+    let eight = &ranks[0];
 
     println!("step   one process   dp 2 · tp 2 (sequence parallel) · pp 2 (interleaved), ZeRO-1");
-    for (step, (a, b)) in single.iter().zip(&eight).enumerate() {
+    for (step, (a, b)) in single.iter().zip(eight).enumerate() {
         println!("{:4}   {a:.8}    {b:.8}", step + 1);
         assert!((a - b).abs() < 1e-5, "a layout changes no loss");
     }

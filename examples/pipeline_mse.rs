@@ -7,7 +7,6 @@
 //! in, targets are compared with what comes out, and neither is text.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use megatron::Result;
@@ -80,13 +79,7 @@ impl SampleSource for Samples {
 }
 
 fn train(config: &RunConfig, world: Group) -> Result<Vec<f64>> {
-    let sources = Sources {
-        train: Arc::new(Samples),
-        valid: None,
-        test: None,
-        document_ends: None,
-        fingerprint: String::new(),
-    };
+    let sources = Sources::of(Samples);
     let model = Perceptron { layers: 4 };
     let mut trainer = Trainer::new(config, &model, world, &sources, &Device::Cpu)?;
     (0..20).map(|_| Ok(trainer.step()?.lm_loss)).collect()
@@ -108,17 +101,11 @@ fn main() -> Result<()> {
         parallel: ParallelConfig { pipeline_model_parallel_size: 2, ..Default::default() },
         ..alone
     };
-    let ranks: Vec<Result<Vec<f64>>> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = threads::world(cut.parallel.world_size())
-            .into_iter()
-            .map(|rank| scope.spawn(|| train(&cut, rank)))
-            .collect();
-        ranks.into_iter().filter_map(|rank| rank.join().ok()).collect()
-    });
-    let pipeline = ranks.into_iter().collect::<Result<Vec<_>>>()?.swap_remove(0);
+    let stages = threads::run(cut.parallel.world_size(), |rank| train(&cut, rank))?;
+    let pipeline = &stages[0];
 
     println!("step   one process   pipeline of 2");
-    for (step, (a, b)) in single.iter().zip(&pipeline).enumerate() {
+    for (step, (a, b)) in single.iter().zip(pipeline).enumerate() {
         println!("{:4}   {a:.8}    {b:.8}", step + 1);
         assert_eq!(a, b, "a pipeline changes no bit");
     }

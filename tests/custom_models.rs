@@ -4,7 +4,6 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 use candle_core::{Device, Module, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -284,11 +283,9 @@ fn what_a_layer_declares_wrongly_is_found_in_the_first_step() {
 
 /// The model that `config` is extended to, and its data.
 fn model(config: &RunConfig, extra: Extra) -> Result<(Extended, Sources)> {
-    let (p, dtype) = (&config.parallel, config.training.precision.dtype());
-    let (tp, sequence_parallel) = (p.tensor_model_parallel_size, p.sequence_parallel);
-    let recompute = config.training.recompute;
-    let gpt = Gpt::new(&config.model, tp, sequence_parallel, recompute, dtype, &Device::Cpu)?;
+    let gpt = Gpt::of(config, &Device::Cpu)?;
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let sequence_parallel = config.parallel.sequence_parallel;
     Ok((Extended { gpt, extra, sequence_parallel }, data))
 }
 
@@ -422,13 +419,7 @@ fn features_and_a_squared_error_train_on_every_layout_with_either_backward() {
         },
         ..Default::default()
     };
-    let data = Sources {
-        train: Arc::new(Samples),
-        valid: None,
-        test: None,
-        document_ends: None,
-        fingerprint: String::new(),
-    };
+    let data = Sources::of(Samples);
     let train =
         |config: &RunConfig, autograd| run(config, &Perceptron { autograd }, &data).unwrap();
     let losses = train(&alone(), false);

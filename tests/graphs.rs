@@ -43,8 +43,7 @@ fn data(config: &RunConfig) -> Sources {
 }
 
 fn trainer(config: &RunConfig, device: &Device) -> Result<Trainer> {
-    let (t, m) = (&config.training, &config.model);
-    let model = Gpt::new(m, 1, false, t.recompute, t.precision.dtype(), device)?;
+    let model = Gpt::of(config, device)?;
     Trainer::new(config, &model, comm::solo(), &data(config), device)
 }
 

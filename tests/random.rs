@@ -125,7 +125,7 @@ fn one(seed: u64) {
         let saved = SavedGpt::open(&path).unwrap();
         assert!(
             saved
-                .reshard(resharded.path(), &second.parallel, &Sources::default(), &mut |_| true)
+                .reshard(resharded.path(), &second.parallel, &Origins::default(), &mut |_| true)
                 .unwrap()
         );
         latest(resharded.path()).unwrap().unwrap().path

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use megatron::checkpoint::{Manifest, latest};
-use megatron::config::{PartitionMethod, RunConfig, Sources as Origins};
+use megatron::config::{Origins, PartitionMethod, RunConfig};
 use models::SavedGpt;
 use system_tests::{
     Style, Tokens, context, interleave, largest_relative_difference, layout, on_ranks, sources,

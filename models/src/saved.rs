@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ParallelConfig, Sources};
+use megatron::config::{Origins, ParallelConfig};
 use megatron::params::StateKind;
 use megatron::train::{GPT, Layout, SavedRun, saved_run, with_parallel};
 use megatron::{Error, Result};
@@ -20,7 +20,7 @@ const MOST_RANKS: usize = 1 << 16;
 ///
 /// ```
 /// use megatron::checkpoint::locate;
-/// use megatron::config::{ParallelConfig, Sources as From};
+/// use megatron::config::{ParallelConfig, Origins};
 /// use models::SavedGpt;
 /// # use candle_core::Device;
 /// # use megatron::comm::solo;
@@ -60,8 +60,8 @@ const MOST_RANKS: usize = 1 << 16;
 /// let saved = SavedGpt::open(&locate(folder, None)?)?;
 /// assert_eq!((saved.run.model.vocab_size, saved.run.progress.iteration), (32, 1));
 /// let tp = |size| ParallelConfig { tensor_model_parallel_size: size, ..Default::default() };
-/// assert!(saved.fits(&tp(2), &From::default()).is_ok());
-/// assert!(saved.fits(&tp(3), &From::default()).is_err(), "2 heads do not divide by 3");
+/// assert!(saved.fits(&tp(2), &Origins::default()).is_ok());
+/// assert!(saved.fits(&tp(3), &Origins::default()).is_err(), "2 heads do not divide by 3");
 /// # Ok(())
 /// # }
 /// ```
@@ -111,7 +111,7 @@ impl SavedGpt {
                 format!("its manifest names a model that its tensors are too small for: {why}"),
             )
         })?;
-        ParallelConfig::default().validate_with(model, &Sources::default()).map_err(|e| {
+        ParallelConfig::default().validate_with(model, &Origins::default()).map_err(|e| {
             Error::checkpoint(path, format!("its manifest names an impossible model: {e}"))
         })?;
         let specs = Gpt::specs(model)?;
@@ -121,12 +121,12 @@ impl SavedGpt {
         Ok(Self { manifest, run })
     }
 
-    /// Whether a run under `parallel` could load it; `sources` say where the numbers came from.
+    /// Whether a run under `parallel` could load it; `origins` say where the numbers came from.
     ///
     /// # Errors
     /// With the equations that the layout breaks.
-    pub fn fits(&self, parallel: &ParallelConfig, sources: &Sources) -> Result<()> {
-        parallel.validate_with(&self.run.model, sources)?;
+    pub fn fits(&self, parallel: &ParallelConfig, origins: &Origins) -> Result<()> {
+        parallel.validate_with(&self.run.model, origins)?;
         let world = parallel.world_size();
         if world > MOST_RANKS {
             return Err(Error::config(format!(
@@ -146,10 +146,10 @@ impl SavedGpt {
         &self,
         dir: &Path,
         parallel: &ParallelConfig,
-        sources: &Sources,
+        origins: &Origins,
         progress: &mut dyn FnMut(u64) -> bool,
     ) -> Result<bool> {
-        self.fits(parallel, sources)?;
+        self.fits(parallel, origins)?;
         let model = Gpt::outline(&self.run.model, parallel.tensor_model_parallel_size)?;
         let layout = Layout::new(parallel, &model)?;
         let ranks = (0..layout.world_size()).map(|rank| layout.written(rank)).collect();
@@ -162,7 +162,7 @@ impl SavedGpt {
     pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
         let fits = |tp: &usize| {
             let layout = ParallelConfig { tensor_model_parallel_size: *tp, ..Default::default() };
-            self.fits(&layout, &Sources::default()).is_ok()
+            self.fits(&layout, &Origins::default()).is_ok()
         };
         (1..=self.run.model.num_query_groups).filter(fits).collect()
     }

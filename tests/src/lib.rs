@@ -5,15 +5,14 @@ pub mod logits;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use candle_core::Device;
-use megatron::comm::{CommOptions, Group};
+use megatron::Result;
+use megatron::comm::{CommOptions, Group, threads};
 use megatron::config::*;
 use megatron::data::SampleSource;
 use megatron::params::{Piece, StateKind};
 use megatron::train::{Sources, Trainer};
-use megatron::{Error, Result};
 use models::Gpt;
 
 /// Two kinds of architecture, as in the oracle runs.
@@ -187,15 +186,9 @@ impl SampleSource for Tokens {
     }
 }
 
-/// Sources that all read `train`.
+/// `train`, and nothing to evaluate.
 pub fn sources(train: Tokens) -> Sources {
-    Sources {
-        train: Arc::new(train),
-        valid: None,
-        test: None,
-        document_ends: None,
-        fingerprint: String::new(),
-    }
+    Sources::of(train)
 }
 
 /// Runs `body` on every rank of a world of threads; results in rank order.
@@ -209,31 +202,12 @@ pub fn on_ranks_with<T: Send>(
     options: CommOptions,
     body: impl Fn(Group) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    let ranks = megatron::comm::threads::world_with(world, options);
-    std::thread::scope(|scope| {
-        let body = &body;
-        let spawn = |rank: Group| scope.spawn(move || body(rank));
-        let handles: Vec<_> = ranks.into_iter().map(spawn).collect();
-        let join = |handle: std::thread::ScopedJoinHandle<Result<T>>| {
-            handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        let results: Vec<Result<T>> = handles.into_iter().map(join).collect();
-        // The cause, rather than a peer's report that another rank left.
-        let cause = results
-            .iter()
-            .position(|r| matches!(r, Err(e) if !matches!(e, Error::PeerLost { .. })));
-        match cause {
-            Some(at) => results.into_iter().nth(at).into_iter().collect(),
-            None => results.into_iter().collect(),
-        }
-    })
+    threads::run_with(world, options, body)
 }
 
 /// Builds the trainer of one rank.
 pub fn trainer(config: &RunConfig, world: Group, sources: &Sources) -> Result<Trainer> {
-    let (p, dtype) = (&config.parallel, config.training.precision.dtype());
-    let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
-    let model = Gpt::new(&config.model, tp, sp, config.training.recompute, dtype, &Device::Cpu)?;
+    let model = Gpt::of(config, &Device::Cpu)?;
     Trainer::new(config, &model, world, sources, &Device::Cpu)
 }
 

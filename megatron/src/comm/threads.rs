@@ -94,10 +94,25 @@ impl Drop for ThreadLink {
 /// # Panics
 /// If a rank panics.
 pub fn run<T: Send>(size: usize, rank: impl Fn(Group) -> Result<T> + Sync) -> Result<Vec<T>> {
+    run_with(size, CommOptions::default(), rank)
+}
+
+/// As [`run`], with other than the default options.
+///
+/// # Errors
+/// As [`run`].
+///
+/// # Panics
+/// As [`run`].
+pub fn run_with<T: Send>(
+    size: usize,
+    options: CommOptions,
+    rank: impl Fn(Group) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     let rank = &rank;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let start = |group| scope.spawn(move || rank(group));
-        let ranks: Vec<_> = world(size).into_iter().map(start).collect();
+        let ranks: Vec<_> = world_with(size, options).into_iter().map(start).collect();
         let join = |thread: std::thread::ScopedJoinHandle<_>| {
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         };

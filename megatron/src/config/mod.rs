@@ -5,7 +5,7 @@
 //! same errors as the command line.
 //!
 //! ```
-//! use megatron::config::{ModelConfig, ParallelConfig, RunConfig, Sources};
+//! use megatron::config::{ModelConfig, ParallelConfig, RunConfig, Origins};
 //!
 //! let run = RunConfig {
 //!     model: ModelConfig {
@@ -20,20 +20,20 @@
 //!     parallel: ParallelConfig { tensor_model_parallel_size: 3, ..Default::default() },
 //!     ..Default::default()
 //! };
-//! run.parallel.validate_with(&run.model, &Sources::default()).unwrap();
+//! run.parallel.validate_with(&run.model, &Origins::default()).unwrap();
 //!
 //! let uneven = ParallelConfig { tensor_model_parallel_size: 4, ..run.parallel.clone() };
-//! let error = uneven.validate_with(&run.model, &Sources::default()).unwrap_err().to_string();
+//! let error = uneven.validate_with(&run.model, &Origins::default()).unwrap_err().to_string();
 //! assert!(error.contains("num_attention_heads"), "{error}");
 //! ```
 
 mod data;
 mod model;
 mod optimizer;
+mod origins;
 mod parallel;
 mod precision;
 mod rampup;
-mod sources;
 mod tokenizer;
 mod training;
 mod validate;
@@ -48,10 +48,10 @@ pub use optimizer::{
     DecayStyle, IncreaseStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload,
     WeightDecayIncrease, WsdDecayStyle,
 };
+pub use origins::Origins;
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use rampup::BatchSizeRampup;
-pub use sources::Sources;
 pub use tokenizer::TokenizerOptions;
 pub use training::{Recompute, RecomputeMethod, TrainingConfig};
 #[cfg(test)]

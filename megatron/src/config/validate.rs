@@ -11,8 +11,8 @@ use std::fmt::Display;
 
 use super::{
     BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig,
-    OptimizerKind, OptimizerOffload, ParallelConfig, PartitionMethod, PositionEmbedding, Precision,
-    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, Sources, TrainingConfig,
+    OptimizerKind, OptimizerOffload, Origins, ParallelConfig, PartitionMethod, PositionEmbedding,
+    Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ impl RunConfig {
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong.
     pub fn validate(&self) -> Result<()> {
-        self.validate_with(&Sources::default())
+        self.validate_with(&Origins::default())
     }
 
     /// Checks every section and their equations, citing the origin of each number. A `vocab_size`
@@ -30,8 +30,8 @@ impl RunConfig {
     ///
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong.
-    pub fn validate_with(&self, sources: &Sources) -> Result<()> {
-        let mut check = Check { sources, problems: Vec::new() };
+    pub fn validate_with(&self, origins: &Origins) -> Result<()> {
+        let mut check = Check { origins, problems: Vec::new() };
         check.model(&self.model);
         check.parallel(&self.parallel, &self.model);
         check.training(&self.training, &self.parallel, &self.model);
@@ -47,7 +47,7 @@ impl RunConfig {
     /// # Errors
     /// As there.
     pub fn validate_cuda_graph(&self) -> Result<()> {
-        let mut check = Check { sources: &Sources::default(), problems: Vec::new() };
+        let mut check = Check { origins: &Origins::default(), problems: Vec::new() };
         check.cuda_graph(self);
         check.finish()
     }
@@ -64,8 +64,8 @@ impl ParallelConfig {
     ///
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong with either.
-    pub fn validate_with(&self, model: &ModelConfig, sources: &Sources) -> Result<()> {
-        let mut check = Check { sources, problems: Vec::new() };
+    pub fn validate_with(&self, model: &ModelConfig, origins: &Origins) -> Result<()> {
+        let mut check = Check { origins, problems: Vec::new() };
         check.model(model);
         check.parallel(self, model);
         check.finish()
@@ -79,7 +79,7 @@ const LARGEST: usize = i32::MAX as usize;
 const MOST_MICROBATCHES: usize = 1 << 20;
 
 struct Check<'a> {
-    sources: &'a Sources,
+    origins: &'a Origins,
     problems: Vec<String>,
 }
 
@@ -97,7 +97,7 @@ impl Check<'_> {
     }
 
     fn cite(&self, key: &str, value: impl Display) -> String {
-        self.sources.cite(key, value)
+        self.origins.cite(key, value)
     }
 
     fn require(&mut self, holds: bool, problem: impl FnOnce(&Self) -> String) {
@@ -299,7 +299,7 @@ impl Check<'_> {
             format!(
                 "{} virtual stages per stage ({}) need pipeline_schedule = interleaved",
                 p.virtual_pipeline_size,
-                c.sources
+                c.origins
                     .of("num_layers_per_virtual_pipeline_stage")
                     .unwrap_or("virtual_pipeline_size")
             )
@@ -437,9 +437,9 @@ impl Check<'_> {
             format!(
                 "the warm-up of {} samples ({}) must end when the decay does, after {} samples ({}), or before",
                 o.warmup_samples,
-                c.sources.of("lr_warmup").unwrap_or("warmup_samples"),
+                c.origins.of("lr_warmup").unwrap_or("warmup_samples"),
                 o.decay_samples,
-                c.sources.of("lr_decay").unwrap_or("decay_samples")
+                c.origins.of("lr_decay").unwrap_or("decay_samples")
             )
         });
         if o.decay_style == DecayStyle::Wsd {
@@ -447,7 +447,7 @@ impl Check<'_> {
                 format!(
                     "the annealing of {} samples ({}) does not fit between the warm-up's end at {} and the decay's end at {} samples",
                     o.wsd_decay_samples,
-                    c.sources.of("lr_wsd_decay").unwrap_or("wsd_decay_samples"),
+                    c.origins.of("lr_wsd_decay").unwrap_or("wsd_decay_samples"),
                     o.warmup_samples,
                     o.decay_samples
                 )

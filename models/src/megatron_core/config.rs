@@ -5,7 +5,7 @@
 //! `megatron/core/transformer/mlp.py`.
 
 use megatron::config::{
-    ModelConfig, Normalization, ParallelConfig, PositionEmbedding, RopeScaling, Sources,
+    ModelConfig, Normalization, Origins, ParallelConfig, PositionEmbedding, RopeScaling,
 };
 
 use super::pickle::Value;
@@ -263,7 +263,7 @@ impl<'p> Args<'p> {
             hidden_dropout: self.optional_float("hidden_dropout")?.unwrap_or(0.1),
             init_method_std: self.optional_float("init_method_std")?.unwrap_or(0.02),
         };
-        let valid = ParallelConfig::default().validate_with(&model, &Sources::default());
+        let valid = ParallelConfig::default().validate_with(&model, &Origins::default());
         valid.map_err(|e| format!("describes an impossible model: {e}"))?;
         Ok((model, vocabulary))
     }

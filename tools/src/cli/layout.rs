@@ -1,7 +1,7 @@
 //! From the flags of a layout to a [`ParallelConfig`], with Megatron-LM's defaults.
 
 use megatron::comm::RankInfo;
-use megatron::config::{ParallelConfig, ScheduleKind, Sources};
+use megatron::config::{Origins, ParallelConfig, ScheduleKind};
 
 use super::flags::LayoutFlags;
 use super::partition::Split;
@@ -13,24 +13,24 @@ const BUCKET_ON_CPUS: usize = 2_000_000;
 
 /// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not;
 /// `launcher` is the place in a world that a launcher gave this process. Origins of what is derived
-/// go to `sources`.
+/// go to `origins`.
 ///
 /// # Errors
 /// If settings contradict each other or the world; the equations of a layout are checked by
 /// `validate`.
 pub fn resolve_layout(
     flags: &LayoutFlags,
-    sources: &mut Sources,
+    origins: &mut Origins,
     launcher: Option<&RankInfo>,
     num_layers: usize,
     on_gpus: bool,
 ) -> Result<ParallelConfig> {
-    LayoutResolver { flags, sources, on_gpus }.parallel(launcher, num_layers)
+    LayoutResolver { flags, origins, on_gpus }.parallel(launcher, num_layers)
 }
 
 struct LayoutResolver<'a> {
     flags: &'a LayoutFlags,
-    sources: &'a mut Sources,
+    origins: &'a mut Origins,
     on_gpus: bool,
 }
 
@@ -42,13 +42,13 @@ impl LayoutResolver<'_> {
     ) -> Result<ParallelConfig> {
         let p = self.flags;
         let data_parallel_size = self.data_parallel_size(launcher)?;
-        let split = Split::of(p, self.sources)?;
+        let split = Split::of(p, self.origins)?;
         let (virtual_pipeline_size, asked) = self.virtual_pipeline_size(num_layers, &split)?;
         let partition = split.partition(
             num_layers,
             p.pipeline_model_parallel_size,
             virtual_pipeline_size,
-            self.sources,
+            self.origins,
         )?;
         let schedule = match (p.pipeline_schedule, asked) {
             (None, _) if virtual_pipeline_size == 1 => ScheduleKind::OneFOneB,
@@ -57,14 +57,14 @@ impl LayoutResolver<'_> {
                 return Err(Error::usage(format!(
                     "{} needs virtual stages; set num_layers_per_virtual_pipeline_stage or \
                      num_virtual_stages_per_pipeline_rank",
-                    self.sources.cite("pipeline_schedule", "interleaved")
+                    self.origins.cite("pipeline_schedule", "interleaved")
                 )));
             }
             (Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB)), Some(asked)) => {
                 let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
                 return Err(Error::usage(format!(
                     "{asked} needs the interleaved schedule, and {}; drop one of them",
-                    self.sources.cite("pipeline_schedule", name)
+                    self.origins.cite("pipeline_schedule", name)
                 )));
             }
             (Some(kind), _) => kind,
@@ -80,7 +80,7 @@ impl LayoutResolver<'_> {
                 }
                 false => ("on CPUs", BUCKET_ON_CPUS),
             };
-            self.sources.record("bucket_size", format!("default: {from}"));
+            self.origins.record("bucket_size", format!("default: {from}"));
             size
         });
         Ok(ParallelConfig {
@@ -113,7 +113,7 @@ impl LayoutResolver<'_> {
             ("context_parallel_size", p.context_parallel_size),
             ("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
         ];
-        let cited = sizes.map(|(key, size)| self.sources.cite(key, size)).join(" · ");
+        let cited = sizes.map(|(key, size)| self.origins.cite(key, size)).join(" · ");
         let replica = sizes.iter().fold(1usize, |product, (_, size)| product.saturating_mul(*size));
         let (name, world) = (launcher.variables.world_size, launcher.world_size);
         if replica == 0 || world % replica != 0 {
@@ -132,12 +132,12 @@ impl LayoutResolver<'_> {
             Some(given) if given != derived => Err(Error::usage(format!(
                 "{} does not fit: {name} = {world} (environment) / ({cited}) = {derived}; leave data_parallel_size out \
                  or start {} ranks",
-                self.sources.cite("data_parallel_size", given),
+                self.origins.cite("data_parallel_size", given),
                 given.saturating_mul(replica)
             ))),
             Some(given) => Ok(given),
             None => {
-                self.sources.record(
+                self.origins.record(
                     "data_parallel_size",
                     format!("{name} = {world} (environment) / {replica}"),
                 );
@@ -154,7 +154,7 @@ impl LayoutResolver<'_> {
         split: &Split,
     ) -> Result<(usize, Option<String>)> {
         let p = self.flags;
-        if let Some(found) = split.virtual_stages(p.pipeline_model_parallel_size, self.sources)? {
+        if let Some(found) = split.virtual_stages(p.pipeline_model_parallel_size, self.origins)? {
             let given = [
                 ("num_layers_per_virtual_pipeline_stage", p.num_layers_per_virtual_pipeline_stage),
                 (
@@ -167,17 +167,17 @@ impl LayoutResolver<'_> {
                     "{} has {} virtual stages on each stage, and {} says otherwise; leave one out",
                     found.1,
                     found.0,
-                    self.sources.cite(key, value)
+                    self.origins.cite(key, value)
                 ))),
                 None => Ok((found.0, (found.0 > 1).then_some(found.1))),
             };
         }
         let layers = p.num_layers_per_virtual_pipeline_stage.map(|layers| {
-            (layers, self.sources.cite("num_layers_per_virtual_pipeline_stage", layers))
+            (layers, self.origins.cite("num_layers_per_virtual_pipeline_stage", layers))
         });
         let number = p
             .num_virtual_stages_per_pipeline_rank
-            .map(|v| (v, self.sources.cite("num_virtual_stages_per_pipeline_rank", v)));
+            .map(|v| (v, self.origins.cite("num_virtual_stages_per_pipeline_rank", v)));
         let (per_stage, cited) = match (layers, number) {
             (None, None) => return Ok((1, None)),
             (None, Some((0, cited))) => {
@@ -197,8 +197,8 @@ impl LayoutResolver<'_> {
             return Err(Error::usage(format!(
                 "{} must be a multiple of {} · {}; virtual stages have the same number of layers, unless \
                  num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
-                self.sources.cite("num_layers", num_layers),
-                self.sources.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
+                self.origins.cite("num_layers", num_layers),
+                self.origins.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
                 cited
             )));
         }

@@ -1,6 +1,6 @@
 //! Which layers stages have, in Megatron-LM's ways to say it.
 
-use megatron::config::{PartitionMethod, Sources};
+use megatron::config::{Origins, PartitionMethod};
 
 use super::flags::LayoutFlags;
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ impl Split {
     ///
     /// # Errors
     /// If it says several things, or a layout that cannot be read.
-    pub fn of(p: &LayoutFlags, sources: &Sources) -> Result<Self> {
+    pub fn of(p: &LayoutFlags, origins: &Origins) -> Result<Self> {
         let mut given = Vec::new();
         let (first, last) =
             (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers);
@@ -51,7 +51,7 @@ impl Split {
             given.push((key, Self::Counted { embedding, loss }));
         }
         if let Some(text) = &p.pipeline_model_parallel_layout {
-            let cited = sources.cite("pipeline_model_parallel_layout", text);
+            let cited = origins.cite("pipeline_model_parallel_layout", text);
             let sizes = layout(text).map_err(|why| Error::usage(format!("{cited}: {why}")))?;
             given.push(("pipeline_model_parallel_layout", Self::Layout(cited, sizes)));
         }
@@ -59,8 +59,8 @@ impl Split {
         match keys.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
                 "{first} ({}) and {second} ({}) both say which layers stages have; give one of them",
-                sources.of(first).unwrap_or("?"),
-                sources.of(second).unwrap_or("?")
+                origins.of(first).unwrap_or("?"),
+                origins.of(second).unwrap_or("?")
             ))),
             _ => Ok(given.pop().map_or(Self::Method(PartitionMethod::Uniform), |(_, split)| split)),
         }
@@ -70,13 +70,13 @@ impl Split {
     ///
     /// # Errors
     /// If its stages are not as many on each of `pp`.
-    pub fn virtual_stages(&self, pp: usize, sources: &Sources) -> Result<Option<(usize, String)>> {
+    pub fn virtual_stages(&self, pp: usize, origins: &Origins) -> Result<Option<(usize, String)>> {
         let Self::Layout(cited, sizes) = self else { return Ok(None) };
         if pp == 0 || !sizes.len().is_multiple_of(pp) {
             return Err(Error::usage(format!(
                 "{cited} has {} stages, which must be a multiple of {}",
                 sizes.len(),
-                sources.cite("pipeline_model_parallel_size", pp)
+                origins.cite("pipeline_model_parallel_size", pp)
             )));
         }
         Ok(Some((sizes.len() / pp, cited.clone())))
@@ -99,7 +99,7 @@ impl Split {
         layers: usize,
         pp: usize,
         v: usize,
-        sources: &Sources,
+        origins: &Origins,
     ) -> Result<PartitionMethod> {
         let stages = pp.saturating_mul(v);
         let sizes = match self {
@@ -113,8 +113,8 @@ impl Split {
                     return Err(Error::usage(format!(
                         "{} and what counts as a layer are {all}, which must be a multiple of {stages} ({} · {v} virtual \
                          stages each)",
-                        sources.cite("num_layers", layers),
-                        sources.cite("pipeline_model_parallel_size", pp)
+                        origins.cite("num_layers", layers),
+                        origins.cite("pipeline_model_parallel_size", pp)
                     )));
                 }
                 let mut sizes = vec![all / stages; stages];
@@ -122,7 +122,7 @@ impl Split {
                 sizes[stages - 1] -= loss;
                 sizes
             }
-            Self::Ends { first, last } => ends(first, last, layers, pp, v, sources)?,
+            Self::Ends { first, last } => ends(first, last, layers, pp, v, origins)?,
         };
         Ok(PartitionMethod::Explicit(sizes))
     }
@@ -136,18 +136,18 @@ fn ends(
     layers: usize,
     pp: usize,
     v: usize,
-    sources: &Sources,
+    origins: &Origins,
 ) -> Result<Vec<usize>> {
     let keys =
         [("decoder_first_pipeline_num_layers", first), ("decoder_last_pipeline_num_layers", last)];
     let cited: Vec<String> =
-        keys.iter().filter_map(|(key, size)| Some(sources.cite(key, (*size)?))).collect();
+        keys.iter().filter_map(|(key, size)| Some(origins.cite(key, (*size)?))).collect();
     let wrong = |what: String| {
         Error::usage(format!(
             "{}: {what} ({}, {}, {v} virtual stages each)",
             cited.join(" and "),
-            sources.cite("num_layers", layers),
-            sources.cite("pipeline_model_parallel_size", pp)
+            origins.cite("num_layers", layers),
+            origins.cite("pipeline_model_parallel_size", pp)
         ))
     };
     let others = pp.saturating_sub(cited.len());
@@ -279,7 +279,7 @@ mod tests {
         pp: usize,
         v: usize,
     ) -> std::result::Result<Vec<usize>, String> {
-        match split.partition(layers, pp, v, &Sources::default()) {
+        match split.partition(layers, pp, v, &Origins::default()) {
             Ok(PartitionMethod::Explicit(sizes)) => Ok(sizes),
             Ok(_) => Ok(Vec::new()),
             Err(error) => Err(error.to_string()),

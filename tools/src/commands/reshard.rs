@@ -8,7 +8,7 @@ use std::time::Instant;
 use clap::Args;
 use indicatif::DecimalBytes;
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ParallelConfig, Sources};
+use megatron::config::{Origins, ParallelConfig};
 use megatron::train::{GPT, reshard_tensors, saved_run};
 use models::SavedGpt;
 
@@ -50,21 +50,21 @@ pub struct ReshardArgs {
 ///
 /// # Errors
 /// If the layout does not fit, the checkpoint is damaged, CKPT2 holds one, or the system refuses.
-pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8> {
+pub fn run(args: &ReshardArgs, given: &BTreeMap<String, String>) -> Result<u8> {
     let start = Instant::now();
     let path = checkpoint::locate(&args.from, args.iteration)?;
     let manifest = Manifest::read(&path)?;
     let run = saved_run(&path, &manifest.state)?;
-    let mut sources = Sources::default();
+    let mut origins = Origins::default();
     for (section, args) in flags::sections() {
         let origin = if section == "model" { "the checkpoint" } else { "default" };
-        args.iter().for_each(|arg| sources.record(arg.get_id().as_str(), origin));
+        args.iter().for_each(|arg| origins.record(arg.get_id().as_str(), origin));
     }
-    origins.iter().for_each(|(key, origin)| sources.record(key, origin));
-    let parallel = resolve_layout(&args.layout, &mut sources, None, run.model.num_layers, false)?;
+    given.iter().for_each(|(key, origin)| origins.record(key, origin));
+    let parallel = resolve_layout(&args.layout, &mut origins, None, run.model.num_layers, false)?;
     let is_gpt = run.architecture == GPT;
     let saved = if is_gpt { Some(SavedGpt::new(manifest.clone())?) } else { None };
-    saved.iter().try_for_each(|saved| saved.fits(&parallel, &sources))?;
+    saved.iter().try_for_each(|saved| saved.fits(&parallel, &origins))?;
 
     let stop = StopSignal::listen(None)?;
     let bar = ByteBar::new("resharding", manifest.data_bytes());
@@ -73,7 +73,7 @@ pub fn run(args: &ReshardArgs, origins: &BTreeMap<String, String>) -> Result<u8>
         !stop.flag.load(Ordering::SeqCst)
     };
     let done = match &saved {
-        Some(saved) => saved.reshard(&args.to, &parallel, &sources, progress)?,
+        Some(saved) => saved.reshard(&args.to, &parallel, &origins, progress)?,
         None => {
             reshard_tensors(&manifest, &args.to, &parallel, &models::hf::SIDECAR_FILES, progress)?
         }

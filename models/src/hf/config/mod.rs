@@ -12,7 +12,7 @@ mod write;
 use std::path::{Path, PathBuf};
 
 use megatron::checkpoint::Found;
-use megatron::config::{ModelConfig, ParallelConfig, Sources};
+use megatron::config::{ModelConfig, Origins, ParallelConfig};
 use megatron::{Error, Result, files};
 use serde_json::{Map, Value};
 
@@ -92,7 +92,7 @@ impl HfConfig {
 }
 
 /// What the settings that are checked are called in a family's file.
-fn names(family: Family) -> Sources {
+fn names(family: Family) -> Origins {
     let pairs: &[(&str, &str)] = match family {
         Family::Gpt2 => &[
             ("num_layers", "n_layer"),
@@ -114,7 +114,7 @@ fn names(family: Family) -> Sources {
         ],
         Family::Bloom => &[("num_layers", "n_layer"), ("norm_epsilon", "layer_norm_epsilon")],
     };
-    let mut names = Sources::default();
+    let mut names = Origins::default();
     let pairs = pairs.iter().chain(&[("init_method_std", "initializer_range")]);
     pairs.for_each(|(key, name)| names.record(*key, *name));
     names

@@ -17,19 +17,19 @@ impl Resolver<'_> {
             (false, false) => (Takes::All, ""),
         };
         if takes != Takes::All && c.load.is_none() {
-            let cited = self.sources.cite(key, true);
+            let cited = self.origins.cite(key, true);
             return Err(Error::usage(format!(
                 "{cited} has no effect without load; name a checkpoint's folder with --load"
             )));
         }
         if let (Some(step), None) = (c.ckpt_step, &c.load) {
-            let cited = self.sources.cite("ckpt_step", step);
+            let cited = self.origins.cite("ckpt_step", step);
             return Err(Error::usage(format!(
                 "{cited} has no effect without load; name the folder of the checkpoints with --load"
             )));
         }
         if c.exit_on_missing_checkpoint && c.load.is_none() {
-            let cited = self.sources.cite("exit_on_missing_checkpoint", true);
+            let cited = self.origins.cite("exit_on_missing_checkpoint", true);
             return Err(Error::usage(format!(
                 "{cited} has no effect without load; name the folder of the checkpoints with --load"
             )));
@@ -37,8 +37,8 @@ impl Resolver<'_> {
         if takes != Takes::All && c.max_restarts > 0 {
             return Err(Error::usage(format!(
                 "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
-                self.sources.cite(key, true),
-                self.sources.cite("max_restarts", c.max_restarts)
+                self.origins.cite(key, true),
+                self.origins.cite("max_restarts", c.max_restarts)
             )));
         }
         // Megatron-LM's command lines name --save beside --skip-train, which saves nothing.
@@ -65,8 +65,8 @@ impl Resolver<'_> {
             (false, true) => Ok(SchedulerOf::Checkpoint),
             (true, true) => Err(Error::usage(format!(
                 "{} takes this run's schedule, and {} the checkpoint's; give one of them",
-                self.sources.cite("override_opt_param_scheduler", true),
-                self.sources.cite("use_checkpoint_opt_param_scheduler", true)
+                self.origins.cite("override_opt_param_scheduler", true),
+                self.origins.cite("use_checkpoint_opt_param_scheduler", true)
             ))),
         }
     }

@@ -14,7 +14,7 @@ impl Resolver<'_> {
         }
         Err(Error::usage(format!(
             "{} cannot be: a run that is told to stop saves first; leave it out (SIGKILL ends a run at once)",
-            self.sources.cite("exit_signal_handler", false)
+            self.origins.cite("exit_signal_handler", false)
         )))
     }
 
@@ -24,7 +24,7 @@ impl Resolver<'_> {
         let most_recent = match c.most_recent_k {
             -1 => None,
             number => Some(u64::try_from(number).map_err(|_| {
-                let cited = self.sources.cite("most_recent_k", number);
+                let cited = self.origins.cite("most_recent_k", number);
                 Error::usage(format!(
                     "{cited} must be the number of checkpoints to keep, or -1 for all"
                 ))
@@ -46,7 +46,7 @@ impl Resolver<'_> {
                 return match given.into_iter().find_map(|(key, value)| Some((key, value?))) {
                     Some((key, value)) => Err(Error::usage(format!(
                         "{} is of a weight decay that grows, and this one is constant; set weight_decay_incr_style to linear or cosine, or set weight_decay",
-                        self.sources.cite(key, value)
+                        self.origins.cite(key, value)
                     ))),
                     None => Ok(None),
                 };
@@ -60,7 +60,7 @@ impl Resolver<'_> {
             }
             _ => Err(Error::usage(format!(
                 "{} needs both ends of the increase; set start_weight_decay and end_weight_decay",
-                self.sources.cite(
+                self.origins.cite(
                     "weight_decay_incr_style",
                     if style == IncreaseStyle::Linear { "linear" } else { "cosine" }
                 )

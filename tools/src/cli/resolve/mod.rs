@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use megatron::checkpoint::{resumable, same_folder};
 use megatron::comm::{Backend, RankInfo, Rendezvous};
-use megatron::config::{DataConfig, RunConfig, Sources};
+use megatron::config::{DataConfig, Origins, RunConfig};
 
 use megatron::private::user;
 use models::hf::HfConfig;
@@ -52,7 +52,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         None => None,
     };
     let passed_over = gathered.passed_over.clone();
-    let mut r = Resolver { flags: &gathered.flags, sources: Sources::default(), hf, passed_over };
+    let mut r = Resolver { flags: &gathered.flags, origins: Origins::default(), hf, passed_over };
     r.record_origins(gathered);
     r.refuse_contradictions(gathered)?;
     let required = r.required(gathered)?;
@@ -68,7 +68,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let flags = &gathered.flags.parallel;
     let on_gpus = crate::ranks::on_gpus(flags.device);
     let parallel =
-        resolve_layout(&flags.layout, &mut r.sources, launcher, model.num_layers, on_gpus)?;
+        resolve_layout(&flags.layout, &mut r.origins, launcher, model.num_layers, on_gpus)?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
@@ -83,19 +83,19 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         checkpoint: r.checkpoint()?,
         logging: r.logging(training_iters),
     };
-    run.validate_with(&r.sources)?;
+    run.validate_with(&r.origins)?;
     let mut distributed = r.distributed()?;
     let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
     notes.extend(tokenizer.note);
     if r.flags.data.mock_data && !r.flags.data.data_path.is_empty() {
-        let mock = r.sources.cite("mock_data", true);
+        let mock = r.origins.cite("mock_data", true);
         notes.push(format!("note: {mock} makes data up; data_path is not read"));
     }
     notes.extend(r.without_effect(&run, gathered));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
-            r.sources.cite("distributed_backend", "nccl")
+            r.origins.cite("distributed_backend", "nccl")
         ));
         distributed.backend = Backend::Auto;
     }
@@ -123,7 +123,7 @@ struct Required {
 
 struct Resolver<'a> {
     flags: &'a Flags,
-    sources: Sources,
+    origins: Origins,
     /// What `init_from_hf` describes.
     hf: Option<HfConfig>,
     /// What was given and changes nothing.
@@ -134,11 +134,11 @@ impl Resolver<'_> {
     fn record_origins(&mut self, gathered: &Gathered) {
         for (_, args) in super::flags::sections() {
             for arg in args {
-                self.sources.record(arg.get_id().as_str(), "default");
+                self.origins.record(arg.get_id().as_str(), "default");
             }
         }
         for (key, origin) in &gathered.origins {
-            self.sources.record(key, origin);
+            self.origins.record(key, origin);
         }
     }
 
@@ -146,7 +146,7 @@ impl Resolver<'_> {
     /// Megatron-LM's scripts leave them on their lines.
     fn pass_over(&mut self, settings: &[(&str, bool)]) {
         for (key, _) in settings.iter().filter(|(_, given)| *given) {
-            let origin = self.sources.of(key).unwrap_or_default();
+            let origin = self.origins.of(key).unwrap_or_default();
             self.passed_over.push(if origin.starts_with("--") { origin } else { key }.to_string());
         }
     }
@@ -159,7 +159,7 @@ impl Resolver<'_> {
         value: impl FnOnce() -> T,
     ) -> T {
         given.unwrap_or_else(|| {
-            self.sources.record(key, format!("default: {from}"));
+            self.origins.record(key, format!("default: {from}"));
             value()
         })
     }
@@ -171,8 +171,8 @@ impl Resolver<'_> {
         match given.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
                 "{first} ({}) and {second} ({}) set the same thing; give one of them",
-                self.sources.of(first).unwrap_or("?"),
-                self.sources.of(second).unwrap_or("?")
+                self.origins.of(first).unwrap_or("?"),
+                self.origins.of(second).unwrap_or("?")
             ))),
             _ => Ok(()),
         }
@@ -290,11 +290,11 @@ impl Resolver<'_> {
             .ok()
             .filter(|t| !t.is_zero())
             .ok_or_else(|| {
-                let cited = self.sources.cite("distributed_timeout_minutes", minutes);
+                let cited = self.origins.cite("distributed_timeout_minutes", minutes);
                 Error::usage(format!("{cited} must be a number of minutes above 0"))
             })?;
         if let Some(url) = &p.rdzv {
-            let cited = self.sources.cite("rdzv", url);
+            let cited = self.origins.cite("rdzv", url);
             Rendezvous::from_url(0, url).map_err(|_| {
                 Error::usage(format!("{cited} must be tcp://HOST:PORT or file:///DIR"))
             })?;
@@ -305,7 +305,7 @@ impl Resolver<'_> {
         if c.max_restarts > 0 && !goes_on {
             return Err(Error::usage(format!(
                 "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
-                self.sources.cite("max_restarts", c.max_restarts)
+                self.origins.cite("max_restarts", c.max_restarts)
             )));
         }
         Ok(Distributed {

@@ -114,10 +114,10 @@ impl Resolver<'_> {
             match given {
                 Some(ours) if ours != theirs => {
                     contradictions
-                        .push(format!("{} where it has {theirs}", self.sources.cite(key, ours)));
+                        .push(format!("{} where it has {theirs}", self.origins.cite(key, ours)));
                 }
                 Some(_) => {}
-                None => self.sources.record(key, &origin),
+                None => self.origins.record(key, &origin),
             }
         }
         if !contradictions.is_empty() {
@@ -153,7 +153,7 @@ impl Resolver<'_> {
             {
                 return Err(Error::usage(format!(
                     "{}, and the model has {} positions, which it has learned: its weights are of these alone",
-                    self.sources.cite("max_position_embeddings", positions),
+                    self.origins.cite("max_position_embeddings", positions),
                     model.max_position_embeddings
                 )));
             }
@@ -171,13 +171,13 @@ impl Resolver<'_> {
                 return Err(Error::usage(format!(
                     "{} must be a multiple of {}: {hidden} mod {heads} = {}; change one, or set the width of a head \
                      with kv_channels",
-                    self.sources.cite("hidden_size", hidden),
-                    self.sources.cite("num_attention_heads", heads),
+                    self.origins.cite("hidden_size", hidden),
+                    self.origins.cite("num_attention_heads", heads),
                     hidden % heads
                 )));
             }
             None => {
-                self.sources.record("kv_channels", "default: hidden_size / num_attention_heads");
+                self.origins.record("kv_channels", "default: hidden_size / num_attention_heads");
                 hidden / heads.max(1)
             }
         };
@@ -244,8 +244,8 @@ impl Resolver<'_> {
         ])?;
         Ok(match (linear, m.use_rope_scaling) {
             (Some(factor), _) => {
-                let cited = self.sources.cite("rotary_seq_len_interpolation_factor", factor);
-                self.sources.record("rope_scaling_factor", cited);
+                let cited = self.origins.cite("rotary_seq_len_interpolation_factor", factor);
+                self.origins.record("rope_scaling_factor", cited);
                 RopeScaling::Linear { factor }
             }
             (None, true) => RopeScaling::llama3(m.rope_scaling_factor),

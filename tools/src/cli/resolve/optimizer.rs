@@ -16,7 +16,7 @@ impl Resolver<'_> {
         let decay = self
             .samples("lr_decay", o.lr_decay_iters, o.lr_decay_samples, gbs)
             .unwrap_or_else(|| {
-                self.sources.record("lr_decay", "default: the whole run");
+                self.origins.record("lr_decay", "default: the whole run");
                 training.samples()
             });
         let warmup = |length: Option<u64>| length.filter(|length| *length > 0);
@@ -26,12 +26,12 @@ impl Resolver<'_> {
         ) {
             (Some(samples), _) => samples,
             (None, Some(fraction)) if (0.0..=1.0).contains(&fraction) => {
-                let cited = self.sources.cite("lr_warmup_fraction", fraction);
-                self.sources.record("lr_warmup", cited);
+                let cited = self.origins.cite("lr_warmup_fraction", fraction);
+                self.origins.record("lr_warmup", cited);
                 (fraction * decay as f64) as u64
             }
             (None, Some(fraction)) => {
-                let cited = self.sources.cite("lr_warmup_fraction", fraction);
+                let cited = self.origins.cite("lr_warmup_fraction", fraction);
                 return Err(Error::usage(format!("{cited} must lie in [0, 1]")));
             }
             (None, None) => 0,
@@ -40,7 +40,7 @@ impl Resolver<'_> {
         if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
             return Err(Error::usage(format!(
                 "{} needs the length of its annealing; set lr_wsd_decay_iters",
-                self.sources.cite("lr_decay_style", "WSD")
+                self.origins.cite("lr_decay_style", "WSD")
             )));
         }
         let moments = &o.moments;
@@ -51,8 +51,8 @@ impl Resolver<'_> {
             (true, Some(folder)) => {
                 return Err(Error::usage(format!(
                     "{} and {} are two places for one state; leave one out",
-                    self.sources.cite("optimizer_cpu_offload", true),
-                    self.sources.cite("offload_optimizer_nvme_path", folder.display())
+                    self.origins.cite("optimizer_cpu_offload", true),
+                    self.origins.cite("offload_optimizer_nvme_path", folder.display())
                 )));
             }
         };
@@ -93,8 +93,8 @@ impl Resolver<'_> {
             (None, Some(samples)) => (format!("{name}_samples"), samples, samples),
             (None, None) => return None,
         };
-        let cited = self.sources.cite(&key, value);
-        self.sources.record(name, cited);
+        let cited = self.origins.cite(&key, value);
+        self.origins.record(name, cited);
         Some(length)
     }
 }

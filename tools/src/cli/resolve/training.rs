@@ -45,8 +45,8 @@ impl Resolver<'_> {
             (Some(steps), _) => steps,
             (None, samples) => {
                 let samples = samples.unwrap_or(0);
-                let cited = self.sources.cite("train_samples", samples);
-                self.sources.record("train_iters", format!("{cited} / global_batch_size"));
+                let cited = self.origins.cite("train_samples", samples);
+                self.origins.record("train_iters", format!("{cited} / global_batch_size"));
                 training.steps_left(0, samples)
             }
         };
@@ -59,11 +59,11 @@ impl Resolver<'_> {
         if !t.check_for_nan_in_loss_and_grad {
             return Ok(t.max_nonfinite_steps);
         }
-        if t.max_nonfinite_steps != 1 && self.sources.of("max_nonfinite_steps") != Some("default") {
+        if t.max_nonfinite_steps != 1 && self.origins.of("max_nonfinite_steps") != Some("default") {
             return Err(Error::usage(format!(
                 "{} ends the run at the first step that is not finite, and {} does not; give one of them",
-                self.sources.cite("check_for_nan_in_loss_and_grad", true),
-                self.sources.cite("max_nonfinite_steps", t.max_nonfinite_steps)
+                self.origins.cite("check_for_nan_in_loss_and_grad", true),
+                self.origins.cite("max_nonfinite_steps", t.max_nonfinite_steps)
             )));
         }
         Ok(1)
@@ -76,7 +76,7 @@ impl Resolver<'_> {
             return Ok(None);
         }
         let shown = given.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
-        let cited = self.sources.cite("rampup_batch_size", shown);
+        let cited = self.origins.cite("rampup_batch_size", shown);
         let sizes =
             given.iter().map(|&n| usize::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
         let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice())
@@ -98,7 +98,7 @@ impl Resolver<'_> {
                 let flag = format!("--{}-samples", name.replace('_', "-"));
                 Some(format!(
                     "{flag} instead of {}",
-                    self.sources.cite(&format!("{name}_iters"), steps?)
+                    self.origins.cite(&format!("{name}_iters"), steps?)
                 ))
             })
             .collect();
@@ -130,7 +130,7 @@ impl Resolver<'_> {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of fp16, and the run is in fp32, which needs no loss scale; leave it out or add fp16 \
                  = true",
-                self.sources.of(key).unwrap_or("?")
+                self.origins.of(key).unwrap_or("?")
             )));
         }
         if let (true, Some(scale), Some((key, _))) =
@@ -138,8 +138,8 @@ impl Resolver<'_> {
         {
             return Err(Error::usage(format!(
                 "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
-                self.sources.of(key).unwrap_or("?"),
-                self.sources.cite("loss_scale", scale)
+                self.origins.of(key).unwrap_or("?"),
+                self.origins.cite("loss_scale", scale)
             )));
         }
         let default = DynamicLossScale::default();
@@ -171,7 +171,7 @@ impl Resolver<'_> {
             other => match of_full.iter().find(|(_, given)| *given) {
                 Some((key, _)) => Err(Error::usage(format!(
                     "{key} ({}) is a setting of full recompute; add recompute_granularity = full",
-                    self.sources.of(key).unwrap_or("?")
+                    self.origins.of(key).unwrap_or("?")
                 ))),
                 None if other.is_some() => Ok(Recompute::Selective),
                 None => Ok(Recompute::None),

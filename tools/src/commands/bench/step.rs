@@ -173,15 +173,7 @@ fn measure(
     world: Group,
     device: &Device,
 ) -> megatron::Result<Measured> {
-    let p = &run.parallel;
-    let model = Gpt::new(
-        &run.model,
-        p.tensor_model_parallel_size,
-        p.sequence_parallel,
-        run.training.recompute,
-        run.training.precision.dtype(),
-        device,
-    )?;
+    let model = Gpt::of(run, device)?;
     let tokens =
         RandomTokens { vocab: run.model.vocab_size as u32, seq_length: run.model.seq_length };
     let sources = Sources {

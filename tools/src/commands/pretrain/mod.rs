@@ -318,10 +318,7 @@ fn run_rank(
     if let (0, Some(save)) = (world.rank(), &run.checkpoint.save) {
         place_sidecar_files(run, save, &datasets)?;
     }
-    let dtype = run.training.precision.dtype();
-    let p = &run.parallel;
-    let (tp, sp) = (p.tensor_model_parallel_size, p.sequence_parallel);
-    let model = Gpt::new(&run.model, tp, sp, run.training.recompute, dtype, device)?;
+    let model = Gpt::of(run, device)?;
     let Datasets { train, valid, test, tokenizer, document_ends, fingerprint, .. } = datasets;
     let sources = Sources { train, valid, test, document_ends, fingerprint };
     let trainer = trainer.insert(Trainer::new(run, &model, world.clone(), &sources, device)?);

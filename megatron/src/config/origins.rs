@@ -6,12 +6,12 @@ use std::fmt::Display;
 /// The origin of every setting by its key in the run file: a flag, a file and line, the
 /// environment, a default.
 ///
-/// A library user who fills [`RunConfig`](super::RunConfig) by hand passes `Sources::default()`;
+/// A library user who fills [`RunConfig`](super::RunConfig) by hand passes `Origins::default()`;
 /// messages then name values only.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Sources(BTreeMap<String, String>);
+pub struct Origins(BTreeMap<String, String>);
 
-impl Sources {
+impl Origins {
     /// Notes that `key` was decided by `origin`, e.g. `--num-layers`, `run.toml:7`, `default`.
     pub fn record(&mut self, key: impl Into<String>, origin: impl Into<String>) {
         self.0.insert(key.into(), origin.into());
@@ -37,9 +37,9 @@ mod tests {
 
     #[test]
     fn a_citation_names_the_origin_if_it_is_known() {
-        let mut sources = Sources::default();
-        assert_eq!(sources.cite("num_layers", 4), "num_layers = 4");
-        sources.record("num_layers", "run.toml:7");
-        assert_eq!(sources.cite("num_layers", 4), "num_layers = 4 (run.toml:7)");
+        let mut origins = Origins::default();
+        assert_eq!(origins.cite("num_layers", 4), "num_layers = 4");
+        origins.record("num_layers", "run.toml:7");
+        assert_eq!(origins.cite("num_layers", 4), "num_layers = 4 (run.toml:7)");
     }
 }
