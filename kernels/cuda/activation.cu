@@ -45,7 +45,8 @@ constexpr int UNROLL = 2;
 template <class Activation, class T>
 DEVICE void forward(const T *x, T *y, uint64_t n) {
     constexpr int V = VECTOR<T>;
-    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
+    const uint64_t first =
+        (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
     const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
     if (aligned(x, y) && first + (UNROLL - 1) * step + V <= n) {
         Vector<T> in[UNROLL];
@@ -53,18 +54,21 @@ DEVICE void forward(const T *x, T *y, uint64_t n) {
         for (int u = 0; u < UNROLL; u++) in[u] = load_own(x + first + u * step);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-            store_vector(y + first + u * step, Vector<T>::of([&](int i) { return Activation::value(in[u][i]); }));
+            store_vector(y + first + u * step,
+                Vector<T>::of([&](int i) { return Activation::value(in[u][i]); }));
         return;
     }
     for (int u = 0; u < UNROLL; u++)
-        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++) y[i] = from_float<T>(Activation::value(to_float(x[i])));
+        for (uint64_t i = first + u * step; i < first + u * step + V && i < n; i++)
+            y[i] = from_float<T>(Activation::value(to_float(x[i])));
 }
 
 // dx may be dy.
 template <class Activation, class T>
 DEVICE void backward(const T *dy, const T *x, T *dx, uint64_t n) {
     constexpr int V = VECTOR<T>;
-    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
+    const uint64_t first =
+        (static_cast<uint64_t>(blockIdx.x) * blockDim.x * UNROLL + threadIdx.x) * V;
     const uint64_t step = static_cast<uint64_t>(blockDim.x) * V;
     if (aligned(dy, x, dx) && first + (UNROLL - 1) * step + V <= n) {
         Vector<T> in[UNROLL], up[UNROLL];
@@ -75,7 +79,8 @@ DEVICE void backward(const T *dy, const T *x, T *dx, uint64_t n) {
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-            store_vector(dx + first + u * step, Vector<T>::of([&](int i) { return Activation::gradient(up[u][i], in[u][i]); }));
+            store_vector(dx + first + u * step,
+                Vector<T>::of([&](int i) { return Activation::gradient(up[u][i], in[u][i]); }));
         return;
     }
     for (int u = 0; u < UNROLL; u++)
@@ -105,7 +110,8 @@ DEVICE void swiglu(const T *x, T *y, uint64_t f) {
         store_vector(out + at, Vector<T>::of([&](int i) { return Swiglu::value(g[i], u[i]); }));
         return;
     }
-    for (uint64_t i = at; i < at + V && i < f; i++) out[i] = from_float<T>(Swiglu::value(to_float(gate[i]), to_float(up[i])));
+    for (uint64_t i = at; i < at + V && i < f; i++)
+        out[i] = from_float<T>(Swiglu::value(to_float(gate[i]), to_float(up[i])));
 }
 
 template <class T>
@@ -115,8 +121,10 @@ DEVICE void swiglu_backward(const T *dy, const T *x, T *dx, uint64_t f) {
     T *dgate = dx + blockIdx.x * 2 * f, *dup = dgate + f;
     const uint64_t at = (static_cast<uint64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * V;
     if (aligned(gate, up, grad, dgate, dup) && at + V <= f) {
-        const Vector<T> g = load_vector(gate + at), u = load_vector(up + at), d = load_vector(grad + at);
-        store_vector(dgate + at, Vector<T>::of([&](int i) { return Swiglu::of_gate(g[i], u[i], d[i]); }));
+        const Vector<T> g = load_vector(gate + at), u = load_vector(up + at),
+                        d = load_vector(grad + at);
+        store_vector(
+            dgate + at, Vector<T>::of([&](int i) { return Swiglu::of_gate(g[i], u[i], d[i]); }));
         store_vector(dup + at, Vector<T>::of([&](int i) { return Swiglu::of_up(g[i], d[i]); }));
         return;
     }
@@ -127,14 +135,18 @@ DEVICE void swiglu_backward(const T *dy, const T *x, T *dx, uint64_t f) {
     }
 }
 
-#define OF(Activation, name, T, suffix)                                                                                 \
-    KERNEL(name##_##suffix, const T *x, T *y, uint64_t n) { forward<Activation>(x, y, n); }                             \
-    KERNEL(name##_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t n) { backward<Activation>(dy, x, dx, n); }
+#define OF(Activation, name, T, suffix)                                                            \
+    KERNEL(name##_##suffix, const T *x, T *y, uint64_t n) { forward<Activation>(x, y, n); }        \
+    KERNEL(name##_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t n) {                 \
+        backward<Activation>(dy, x, dx, n);                                                        \
+    }
 
-#define KERNELS(T, suffix)                                                                                              \
-    OF(Gelu, gelu, T, suffix)                                                                                           \
-    OF(Relu, relu, T, suffix)                                                                                           \
-    OF(SquaredRelu, squared_relu, T, suffix)                                                                            \
-    KERNEL(swiglu_##suffix, const T *x, T *y, uint64_t f) { swiglu(x, y, f); }                                          \
-    KERNEL(swiglu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t f) { swiglu_backward(dy, x, dx, f); }
+#define KERNELS(T, suffix)                                                                         \
+    OF(Gelu, gelu, T, suffix)                                                                      \
+    OF(Relu, relu, T, suffix)                                                                      \
+    OF(SquaredRelu, squared_relu, T, suffix)                                                       \
+    KERNEL(swiglu_##suffix, const T *x, T *y, uint64_t f) { swiglu(x, y, f); }                     \
+    KERNEL(swiglu_backward_##suffix, const T *dy, const T *x, T *dx, uint64_t f) {                 \
+        swiglu_backward(dy, x, dx, f);                                                             \
+    }
 FOR_DTYPES(KERNELS)

@@ -13,7 +13,8 @@ namespace {
 /// Turns scores into weights 2^(score − log-sum-exp) and the gradients of weights into those of
 /// scores, of one element.
 template <bool DROP>
-DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, float delta, bool seen, bool kept, float factor) {
+DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, float delta,
+    bool seen, bool kept, float factor) {
     float weight = seen ? exp2_fast(score * scale - lse_log2) : 0.0f;
     if (DROP) gradient = kept ? gradient * factor : 0.0f;
     gradient = seen ? weight * (gradient - delta) : 0.0f;
@@ -21,8 +22,10 @@ DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, f
 }
 
 /// Whether some query of a tile does not see all keys of a tile, or lies behind the sequence's end.
-DEVICE bool is_edge(const Attention &call, uint32_t sample, uint32_t query, uint32_t queries, uint32_t key, uint32_t keys) {
-    return key + keys > query + 1 || query + queries > call.s || first_key(call, sample, query + queries - 1) > key;
+DEVICE bool is_edge(const Attention &call, uint32_t sample, uint32_t query, uint32_t queries,
+    uint32_t key, uint32_t keys) {
+    return key + keys > query + 1 || query + queries > call.s ||
+           first_key(call, sample, query + queries - 1) > key;
 }
 
 /// The numbers of a query, log-sum-exp and Σ dout·out, lie in the 16 bytes behind its row of the
@@ -35,16 +38,20 @@ DEVICE float *statistics_of(uint16_t *tile, uint32_t row) {
 /// Gradients of keys (DK) and of values (DV): a block's tile of keys is the left operand, tiles of
 /// queries come and go.
 template <class E, int DIM, int WARPS, int M, int QUERIES, bool DK, bool DV, bool DROP>
-DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint16_t *dout, const uint16_t *qkv, const float *lse,
-                              const float *delta, uint16_t *dqkv) {
+DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint16_t *dout,
+    const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {
     constexpr int KEYS = WARPS * M * 16, N = QUERIES / 8, THREADS = WARPS * 32;
     DYNAMIC_SHARED(memory);
-    uint16_t *const key_tile = reinterpret_cast<uint16_t *>(memory), *const value_tile = key_tile + KEYS * ROW<DIM>;
-    uint16_t *const query_tiles = value_tile + KEYS * ROW<DIM>, *const dout_tiles = query_tiles + 2 * QUERIES * ROW<DIM>;
+    uint16_t *const key_tile = reinterpret_cast<uint16_t *>(memory), *const value_tile =
+                                                                         key_tile + KEYS * ROW<DIM>;
+    uint16_t *const query_tiles = value_tile + KEYS * ROW<DIM>, *const dout_tiles =
+                                                                    query_tiles +
+                                                                    2 * QUERIES * ROW<DIM>;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t first = blockIdx.x * KEYS, group = blockIdx.y, of_group = call.heads_per_group;
     const Rows rows{qkv, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
-    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)), values = rows.from(qkv_at(call, sample, group, of_group + 1));
+    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)),
+               values = rows.from(qkv_at(call, sample, group, of_group + 1));
     const Rows douts{dout, out_stride(call), call.s, call.head_dim, call.aligned != 0};
 
     // From the first tile of queries that sees these keys to behind the last one that sees as far
@@ -58,9 +65,15 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     }
     const uint32_t tiles = end_tile - first_tile, steps = tiles * of_group;
     auto fetch = [&](uint32_t step) {
-        const uint32_t in_group = step / tiles, query = (first_tile + step % tiles) * QUERIES, head = group * of_group + in_group;
-        uint16_t *const query_tile = query_tiles + step % 2 * QUERIES * ROW<DIM>, *const dout_tile = dout_tiles + step % 2 * QUERIES * ROW<DIM>;
-        copy_rows<QUERIES, DIM, THREADS>(query_tile, rows.from(qkv_at(call, sample, group, in_group)), query);
+        const uint32_t in_group = step / tiles, query = (first_tile + step % tiles) * QUERIES,
+                       head = group * of_group + in_group;
+        uint16_t *const query_tile = query_tiles + step % 2 * QUERIES * ROW<DIM>, *const dout_tile =
+                                                                                      dout_tiles +
+                                                                                      step % 2 *
+                                                                                          QUERIES *
+                                                                                          ROW<DIM>;
+        copy_rows<QUERIES, DIM, THREADS>(
+            query_tile, rows.from(qkv_at(call, sample, group, in_group)), query);
         copy_rows<QUERIES, DIM, THREADS>(dout_tile, douts.from(out_at(call, sample, head)), query);
         if (threadIdx.x < QUERIES) {
             const bool valid = query + threadIdx.x < call.s;
@@ -83,8 +96,13 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
         __syncthreads();
         if (step + 1 < steps) fetch(step + 1);
         copies_commit();
-        uint16_t *const query_tile = query_tiles + step % 2 * QUERIES * ROW<DIM>, *const dout_tile = dout_tiles + step % 2 * QUERIES * ROW<DIM>;
-        const uint32_t head = group * of_group + step / tiles, query = (first_tile + step % tiles) * QUERIES;
+        uint16_t *const query_tile = query_tiles + step % 2 * QUERIES * ROW<DIM>, *const dout_tile =
+                                                                                      dout_tiles +
+                                                                                      step % 2 *
+                                                                                          QUERIES *
+                                                                                          ROW<DIM>;
+        const uint32_t head = group * of_group + step / tiles,
+                       query = (first_tile + step % tiles) * QUERIES;
         const uint32_t own = first + warp * M * 16;
         float scores[M][N][4], gradients[M][N][4];
         clear(scores);
@@ -118,12 +136,16 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const uint32_t key = own + m * 16 + g + i / 2 * 8;
-                    const bool seen = from[i % 2] <= key && key <= to[i % 2], kept = words[i] >= call.threshold;
-                    harden<DROP>(scores[m][n][i], gradients[m][n][i], scale, lse_log2[i % 2], of_query[i % 2], seen, kept, call.kept);
+                    const bool seen = from[i % 2] <= key && key <= to[i % 2],
+                               kept = words[i] >= call.threshold;
+                    harden<DROP>(scores[m][n][i], gradients[m][n][i], scale, lse_log2[i % 2],
+                        of_query[i % 2], seen, kept, call.kept);
                 }
                 for (int half = 0; half < 2; half++) {
-                    weights[m][n][half] = E::pack(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
-                    slants[m][n][half] = E::pack(gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
+                    weights[m][n][half] =
+                        E::pack(scores[m][n][2 * half], scores[m][n][2 * half + 1]);
+                    slants[m][n][half] =
+                        E::pack(gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
                 }
             }
         }
@@ -133,31 +155,44 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     // The warp's own rows of keys and values are not needed any more: nobody else reads them.
     const uint32_t own = warp * M * 16;
     const Rows to{nullptr, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
-    if constexpr (DK) store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, of_group), to, first + own, key_tile + own * ROW<DIM>, dk, call.scale);
-    if constexpr (DV) store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, of_group + 1), to, first + own, value_tile + own * ROW<DIM>, dv, 1.0f);
+    if constexpr (DK)
+        store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, of_group), to, first + own,
+            key_tile + own * ROW<DIM>, dk, call.scale);
+    if constexpr (DV)
+        store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, of_group + 1), to,
+            first + own, value_tile + own * ROW<DIM>, dv, 1.0f);
 }
 
 /// Gradients of queries: as forward, with a second product for the gradients of weights.
 template <class E, int DIM, int WARPS, int M, int KEYS, bool DROP>
-DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, const uint16_t *qkv, const float *lse, const float *delta,
-                                 uint16_t *dqkv) {
+DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, const uint16_t *qkv,
+    const float *lse, const float *delta, uint16_t *dqkv) {
     constexpr int QUERIES = WARPS * M * 16, N = KEYS / 8, THREADS = WARPS * 32;
     DYNAMIC_SHARED(memory);
-    uint16_t *const query_tile = reinterpret_cast<uint16_t *>(memory), *const dout_tile = query_tile + QUERIES * ROW<DIM>;
-    uint16_t *const key_tiles = dout_tile + QUERIES * ROW<DIM>, *const value_tiles = key_tiles + 2 * KEYS * ROW<DIM>;
+    uint16_t *const query_tile = reinterpret_cast<uint16_t *>(memory), *const dout_tile =
+                                                                           query_tile +
+                                                                           QUERIES * ROW<DIM>;
+    uint16_t *const key_tiles = dout_tile + QUERIES * ROW<DIM>, *const value_tiles =
+                                                                    key_tiles + 2 * KEYS * ROW<DIM>;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, sample = blockIdx.z;
-    const uint32_t of_group = call.heads_per_group, group = head / of_group, last = min(first + QUERIES, call.s) - 1;
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y,
+                   sample = blockIdx.z;
+    const uint32_t of_group = call.heads_per_group, group = head / of_group,
+                   last = min(first + QUERIES, call.s) - 1;
     const Rows rows{qkv, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
-    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)), values = rows.from(qkv_at(call, sample, group, of_group + 1));
-    const Rows douts{dout + out_at(call, sample, head), out_stride(call), call.s, call.head_dim, call.aligned != 0};
+    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)),
+               values = rows.from(qkv_at(call, sample, group, of_group + 1));
+    const Rows douts{dout + out_at(call, sample, head), out_stride(call), call.s, call.head_dim,
+        call.aligned != 0};
 
     const uint32_t first_tile = first_key(call, sample, first) / KEYS, end_tile = last / KEYS + 1;
     auto fetch = [&](uint32_t tile) {
         copy_rows<KEYS, DIM, THREADS>(key_tiles + tile % 2 * KEYS * ROW<DIM>, keys, tile * KEYS);
-        copy_rows<KEYS, DIM, THREADS>(value_tiles + tile % 2 * KEYS * ROW<DIM>, values, tile * KEYS);
+        copy_rows<KEYS, DIM, THREADS>(
+            value_tiles + tile % 2 * KEYS * ROW<DIM>, values, tile * KEYS);
     };
-    copy_rows<QUERIES, DIM, THREADS>(query_tile, rows.from(qkv_at(call, sample, group, head % of_group)), first);
+    copy_rows<QUERIES, DIM, THREADS>(
+        query_tile, rows.from(qkv_at(call, sample, group, head % of_group)), first);
     copy_rows<QUERIES, DIM, THREADS>(dout_tile, douts, first);
     fetch(first_tile);
     copies_commit();
@@ -182,7 +217,10 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
         __syncthreads();
         if (tile + 1 < end_tile) fetch(tile + 1);
         copies_commit();
-        uint16_t *const key_tile = key_tiles + tile % 2 * KEYS * ROW<DIM>, *const value_tile = value_tiles + tile % 2 * KEYS * ROW<DIM>;
+        uint16_t *const key_tile = key_tiles + tile % 2 * KEYS * ROW<DIM>, *const value_tile =
+                                                                               value_tiles +
+                                                                               tile % 2 * KEYS *
+                                                                                   ROW<DIM>;
         const uint32_t key = tile * KEYS;
         float scores[M][N][4], gradients[M][N][4];
         clear(scores);
@@ -208,52 +246,62 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const uint32_t at = key + n * 8 + 2 * t + i % 2;
-                    const bool seen = from[i / 2] <= at && at <= to[i / 2], kept = words[i] >= call.threshold;
-                    harden<DROP>(scores[m][n][i], gradients[m][n][i], scale, lse_log2[m][i / 2], of_query[m][i / 2], seen, kept, call.kept);
+                    const bool seen = from[i / 2] <= at && at <= to[i / 2],
+                               kept = words[i] >= call.threshold;
+                    harden<DROP>(scores[m][n][i], gradients[m][n][i], scale, lse_log2[m][i / 2],
+                        of_query[m][i / 2], seen, kept, call.kept);
                 }
 #pragma unroll
-                for (int half = 0; half < 2; half++) slants[m][n][half] = E::pack(gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
+                for (int half = 0; half < 2; half++)
+                    slants[m][n][half] =
+                        E::pack(gradients[m][n][2 * half], gradients[m][n][2 * half + 1]);
             }
         }
         product_of_weights<E, DIM, M, KEYS>(dq, slants, key_tile);
     }
     // The warp's own rows of queries are not needed any more.
     const Rows to{nullptr, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
-    store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, head % of_group), to, own, query_tile + warp * M * 16 * ROW<DIM>, dq, call.scale);
+    store_fragments<E, DIM, M>(dqkv + qkv_at(call, sample, group, head % of_group), to, own,
+        query_tile + warp * M * 16 * ROW<DIM>, dq, call.scale);
 }
 
 } // namespace
 
 /// A block for gradients of keys and values of DIM columns.
-#define OF_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                                                                   \
-    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout, const uint16_t *qkv, const float *lse,        \
-                  const float *delta, uint16_t *dqkv) {                                                                                  \
-        gradients_of_keys<E, DIM, WARPS, M, QUERIES, true, true, DROP>(call, blockIdx.z, dout, qkv, lse, delta, dqkv);                   \
+#define OF_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                             \
+    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout,         \
+        const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {               \
+        gradients_of_keys<E, DIM, WARPS, M, QUERIES, true, true, DROP>(                            \
+            call, blockIdx.z, dout, qkv, lse, delta, dqkv);                                        \
     }
 
 /// Two blocks: registers hold the gradients of keys or those of values.
-#define OF_WIDE_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                                                              \
-    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout, const uint16_t *qkv, const float *lse,        \
-                  const float *delta, uint16_t *dqkv) {                                                                                  \
-        if (blockIdx.z < call.b) gradients_of_keys<E, DIM, WARPS, M, QUERIES, true, false, DROP>(call, blockIdx.z, dout, qkv, lse, delta, dqkv); \
-        else gradients_of_keys<E, DIM, WARPS, M, QUERIES, false, true, DROP>(call, blockIdx.z - call.b, dout, qkv, lse, delta, dqkv);     \
+#define OF_WIDE_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                        \
+    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout,         \
+        const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {               \
+        if (blockIdx.z < call.b)                                                                   \
+            gradients_of_keys<E, DIM, WARPS, M, QUERIES, true, false, DROP>(                       \
+                call, blockIdx.z, dout, qkv, lse, delta, dqkv);                                    \
+        else                                                                                       \
+            gradients_of_keys<E, DIM, WARPS, M, QUERIES, false, true, DROP>(                       \
+                call, blockIdx.z - call.b, dout, qkv, lse, delta, dqkv);                           \
     }
 
-#define OF_QUERIES(NAME, E, DIM, WARPS, M, KEYS, DROP)                                                                                   \
-    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout, const uint16_t *qkv, const float *lse,        \
-                  const float *delta, uint16_t *dqkv) {                                                                                  \
-        gradients_of_queries<E, DIM, WARPS, M, KEYS, DROP>(call, dout, qkv, lse, delta, dqkv);                                           \
+#define OF_QUERIES(NAME, E, DIM, WARPS, M, KEYS, DROP)                                             \
+    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout,         \
+        const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {               \
+        gradients_of_queries<E, DIM, WARPS, M, KEYS, DROP>(call, dout, qkv, lse, delta, dqkv);     \
     }
 
 // Random words want registers, too.
-#define BACKWARDS(NAME, E, DROP)                                  \
-    OF_KEYS(attention_dkdv_##NAME, E, 64, 4, 2, (DROP ? 16 : 32), DROP) \
-    OF_KEYS(attention_dkdv_##NAME, E, 96, 4, 1, 64, DROP)         \
-    OF_KEYS(attention_dkdv_##NAME, E, 128, 4, 1, 32, DROP)        \
-    OF_WIDE_KEYS(attention_dkdv_##NAME, E, 256, 4, 1, 16, DROP)   \
-    OF_QUERIES(attention_dq_##NAME, E, 64, 4, 2, 32, DROP)        \
-    OF_QUERIES(attention_dq_##NAME, E, 96, 4, 1, 32, DROP)        \
-    OF_QUERIES(attention_dq_##NAME, E, 128, 4, 1, 32, DROP)       \
+#define BACKWARDS(NAME, E, DROP)                                                                   \
+    OF_KEYS(attention_dkdv_##NAME, E, 64, 4, 2, (DROP ? 16 : 32), DROP)                            \
+    OF_KEYS(attention_dkdv_##NAME, E, 96, 4, 1, 64, DROP)                                          \
+    OF_KEYS(attention_dkdv_##NAME, E, 128, 4, 1, 32, DROP)                                         \
+    OF_WIDE_KEYS(attention_dkdv_##NAME, E, 256, 4, 1, 16, DROP)                                    \
+    OF_QUERIES(attention_dq_##NAME, E, 64, 4, 2, 32, DROP)                                         \
+    OF_QUERIES(attention_dq_##NAME, E, 96, 4, 1, 32, DROP)                                         \
+    OF_QUERIES(attention_dq_##NAME, E, 128, 4, 1, 32, DROP)                                        \
     OF_QUERIES(attention_dq_##NAME, E, 256, 4, 1, 16, DROP)
 
 BACKWARDS(bf16, Bf16, false)

@@ -30,7 +30,8 @@ struct Block : Shared<DIM, 2> {
     /// and that the next one was told.
     uint64_t *slants_full, *slants_empty, *turn, *added, *told;
 
-    __device__ __forceinline__ explicit Block(unsigned char *memory) : Shared<DIM, 2>(memory + SLANTS_BYTES + ROWS_BYTES) {
+    __device__ __forceinline__ explicit Block(unsigned char *memory)
+        : Shared<DIM, 2>(memory + SLANTS_BYTES + ROWS_BYTES) {
         slants = memory;
         rows = slants + SLANTS_BYTES;
         slants_full = reinterpret_cast<uint64_t *>(numbers + STAYS);
@@ -41,7 +42,9 @@ struct Block : Shared<DIM, 2> {
     }
 
     /// A warpgroup's slants of tile number `count`.
-    __device__ __forceinline__ unsigned char *slants_of(uint32_t count, uint32_t half) const { return slants + (count % SLANTS * 2 + half) * TILE; }
+    __device__ __forceinline__ unsigned char *slants_of(uint32_t count, uint32_t half) const {
+        return slants + (count % SLANTS * 2 + half) * TILE;
+    }
 
     __device__ __forceinline__ void make_barriers() const {
         if (threadIdx.x == 0) {
@@ -59,7 +62,8 @@ struct Block : Shared<DIM, 2> {
         Shared<DIM, 2>::make_barriers(1, 1 + 32, 4 * CONSUMERS + 4 + 3);
     }
 };
-static_assert(Block::SLANTS_BYTES % 1024 == 0 && Block::ROWS_BYTES % 1024 == 0, "tiles begin at multiples of 1024 bytes");
+static_assert(Block::SLANTS_BYTES % 1024 == 0 && Block::ROWS_BYTES % 1024 == 0,
+    "tiles begin at multiples of 1024 bytes");
 
 /// Slants that the third warpgroup multiplies.
 struct SharedSlants {
@@ -69,13 +73,15 @@ struct SharedSlants {
         barrier_wait(shared.slants_empty + count % SLANTS, count / SLANTS % 2 ^ 1);
     }
 
-    __device__ __forceinline__ void hand_over(uint32_t count, uint32_t half, const uint32_t (&slants)[N / 2][4]) const {
+    __device__ __forceinline__ void hand_over(
+        uint32_t count, uint32_t half, const uint32_t (&slants)[N / 2][4]) const {
         wait_for_room(count);
         // A row is a key's slants of 64 queries; fragments k are their columns from 16 · k on.
         const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
         unsigned char *const tile = shared.slants_of(count, half);
 #pragma unroll
-        for (uint32_t k = 0; k < N / 2; k++) stmatrix(tile + swizzled(row, 2 * k + lane / 16), slants[k]);
+        for (uint32_t k = 0; k < N / 2; k++)
+            stmatrix(tile + swizzled(row, 2 * k + lane / 16), slants[k]);
         before_copies();
         release(shared.slants_full + count % SLANTS);
         products_begin(); // anew, behind branches
@@ -91,9 +97,12 @@ struct SharedSlants {
 struct Order {
     uint32_t own, first, last, number;
 
-    __device__ __forceinline__ Order(const Attention &call, const KeyWork &work, uint32_t head, uint32_t tile, uint32_t from)
+    __device__ __forceinline__ Order(
+        const Attention &call, const KeyWork &work, uint32_t head, uint32_t tile, uint32_t from)
         : own(work.first / (2 * ROWS)), first(from / (2 * ROWS)), last(tile / 2),
-          number((work.sample * call.groups * call.heads_per_group + head) * ((call.s + ROWS - 1) / ROWS) + tile) {}
+          number((work.sample * call.groups * call.heads_per_group + head) *
+                     ((call.s + ROWS - 1) / ROWS) +
+                 tile) {}
 
     /// Whether the queries see these keys; if the table of first keys falls, it may be that they do
     /// not.
@@ -106,7 +115,8 @@ struct Order {
 /// the group, its number, of all that the block takes, and how it stands in the order; and lets go
 /// what stays.
 template <class F>
-DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32_t tiles, uint32_t all, uint32_t section, const F &each) {
+DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32_t tiles,
+    uint32_t all, uint32_t section, const F &each) {
     Turn<Block::STAYS> stay;
     for (uint32_t count = 0;; stay.count++) {
         barrier_wait(shared.stay_full + stay.slot(), stay.parity());
@@ -120,35 +130,42 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
             const uint32_t from = uniform(next_from);
             next_from = first_key(call, work.sample, max(tile, 1u) * ROWS - ROWS);
             for (uint32_t in_group = 0; in_group < call.heads_per_group; in_group++, count++)
-                each(stay.slot(), work, in_group, tile, count, from, Order(call, work, work.group * call.heads_per_group + in_group, tile, from));
+                each(stay.slot(), work, in_group, tile, count, from,
+                    Order(call, work, work.group * call.heads_per_group + in_group, tile, from));
         }
         release(shared.stay_empty + stay.slot());
     }
 }
 
 /// By a warp: waits for the block's turn at each tile of queries.
-DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uint32_t *numbers, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uint32_t *numbers,
+    uint32_t tiles, uint32_t all, uint32_t section) {
     tiles_of_all_work(call, shared, tiles, all, section,
-                      [&](uint32_t, const KeyWork &, uint32_t, uint32_t, uint32_t count, uint32_t, const Order &order) {
-                          const uint32_t slot = count % TURNS;
-                          barrier_wait(shared.told + slot, count / TURNS % 2 ^ 1);
-                          if (threadIdx.x % 32 == 0 && order.counts() && !order.begins()) wait_for_number(numbers + order.number, order.own);
-                          release(shared.turn + slot);
-                      });
+        [&](uint32_t, const KeyWork &, uint32_t, uint32_t, uint32_t count, uint32_t,
+            const Order &order) {
+            const uint32_t slot = count % TURNS;
+            barrier_wait(shared.told + slot, count / TURNS % 2 ^ 1);
+            if (threadIdx.x % 32 == 0 && order.counts() && !order.begins())
+                wait_for_number(numbers + order.number, order.own);
+            release(shared.turn + slot);
+        });
 }
 
 /// By a warp: tells the next one of turns that are over, of every other one: a fence takes about as
 /// long as a tile.
-DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers, uint32_t tiles, uint32_t all, uint32_t section, uint32_t which) {
+DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers,
+    uint32_t tiles, uint32_t all, uint32_t section, uint32_t which) {
     static_assert(TURNS % 2 == 0, "a slot is always the same warp's");
     tiles_of_all_work(call, shared, tiles, all, section,
-                      [&](uint32_t, const KeyWork &, uint32_t, uint32_t, uint32_t count, uint32_t, const Order &order) {
-                          if (count % 2 != which) return;
-                          const uint32_t slot = count % TURNS;
-                          barrier_wait(shared.added + slot, count / TURNS % 2);
-                          if (threadIdx.x % 32 == 0 && order.counts() && !order.ends()) set_number(numbers + order.number, order.own + 1);
-                          release(shared.told + slot);
-                      });
+        [&](uint32_t, const KeyWork &, uint32_t, uint32_t, uint32_t count, uint32_t,
+            const Order &order) {
+            if (count % 2 != which) return;
+            const uint32_t slot = count % TURNS;
+            barrier_wait(shared.added + slot, count / TURNS % 2);
+            if (threadIdx.x % 32 == 0 && order.counts() && !order.ends())
+                set_number(numbers + order.number, order.own + 1);
+            release(shared.told + slot);
+        });
 }
 
 /// Computes C = slantsᵀ · keys, of K keys of tiles that follow each other.
@@ -159,7 +176,8 @@ DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t ke
     products_begin();
     Wgmma<E, DIM>::assign_turned(c, slants, keys);
 #pragma unroll
-    for (uint32_t k = 1; k < K / 16; k++) Wgmma<E, DIM>::add_turned(c, slants + k * STEP, keys + k * STEP);
+    for (uint32_t k = 1; k < K / 16; k++)
+        Wgmma<E, DIM>::add_turned(c, slants + k * STEP, keys + k * STEP);
     products_commit();
     products_wait<0>();
     products_touch(c);
@@ -168,13 +186,14 @@ DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t ke
 /// Gradients of queries: what the block's keys have in them is added to `sums`, of every tile of
 /// queries as the threads of a warpgroup have it, and finished ones go to `dqkv`.
 template <class E>
-DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uint16_t *dqkv, float4 *sums, uint32_t tiles, uint32_t all,
-                                 uint32_t section, const Rotation &rotation) {
-    const auto each = [&](uint32_t stay, const KeyWork &work, uint32_t in_group, uint32_t tile, uint32_t count, uint32_t from, const Order &order) {
+DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uint16_t *dqkv,
+    float4 *sums, uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation) {
+    const auto each = [&](uint32_t stay, const KeyWork &work, uint32_t in_group, uint32_t tile,
+                          uint32_t count, uint32_t from, const Order &order) {
         float dq[DIM / 8][4];
         barrier_wait(shared.slants_full + count % SLANTS, count / SLANTS % 2);
         // Keys that no query of the tile sees are not multiplied: they may hold anything.
-        const bool first_sees = from < work.first + ROWS, second_sees = tile > work.first_tile;
+        const bool first_sees = from<work.first + ROWS, second_sees = tile> work.first_tile;
         const uint32_t half = first_sees ? 0 : 1;
         const uint64_t slants = operand(shared_address(shared.slants_of(count, half)), Block::TILE);
         const uint64_t keys = operand(shared_address(shared.first_stay(stay, half)), Block::TILE);
@@ -184,18 +203,21 @@ DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uin
 
         const uint32_t slot = count % TURNS;
         barrier_wait(shared.turn + slot, count / TURNS % 2);
-        float4 *const to = sums + static_cast<size_t>(order.number) * (ROWS * DIM / 4) + threadIdx.x % 128;
+        float4 *const to =
+            sums + static_cast<size_t>(order.number) * (ROWS * DIM / 4) + threadIdx.x % 128;
         if (order.counts()) {
             if (order.ends()) {
                 if (!order.begins())
 #pragma unroll
                     for (uint32_t n = 0; n < DIM / 8; n++) {
                         const float4 before = __ldcg(to + n * 128);
-                        dq[n][0] += before.x, dq[n][1] += before.y, dq[n][2] += before.z, dq[n][3] += before.w;
+                        dq[n][0] += before.x, dq[n][1] += before.y, dq[n][2] += before.z,
+                            dq[n][3] += before.w;
                     }
             } else if (order.begins()) {
 #pragma unroll
-                for (uint32_t n = 0; n < DIM / 8; n++) __stcg(to + n * 128, make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
+                for (uint32_t n = 0; n < DIM / 8; n++)
+                    __stcg(to + n * 128, make_float4(dq[n][0], dq[n][1], dq[n][2], dq[n][3]));
             } else {
 #pragma unroll
                 for (uint32_t n = 0; n < DIM / 8; n++) add_to(to + n * 128, dq[n]);
@@ -206,18 +228,22 @@ DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uin
         const uint32_t warp = uniform(threadIdx.x / 32 % 4), own = tile * ROWS + warp * 16;
         const float scales[2] = {call.scale, call.scale};
         rotation.turn_back<DIM>(call, work.sample, own, dq);
-        store_warp<E, ROWS, DIM>(dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, in_group), qkv_stride(call),
-                                 own < call.s ? call.s - own : 0, shared.rows + warp * 16 * SWIZZLED_ROW, dq, scales);
+        store_warp<E, ROWS, DIM>(
+            dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, in_group),
+            qkv_stride(call), own < call.s ? call.s - own : 0,
+            shared.rows + warp * 16 * SWIZZLED_ROW, dq, scales);
     };
     tiles_of_all_work(call, shared, tiles, all, section, each);
 }
 
 template <class E>
-DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
-                        uint32_t *next, uint32_t section, const Rotation &rotation, float4 *sums) {
+DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const TensorMap *dout,
+    const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section,
+    const Rotation &rotation, float4 *sums) {
     DYNAMIC_SHARED(memory);
     const Block shared(memory);
-    const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL, all = tiles * call.groups * call.b;
+    const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL,
+                   all = tiles * call.groups * call.b;
     // The number of pieces of work, one more that is not used here, and whose turn it is at every
     // tile of queries of every head.
     uint32_t *const numbers = next + 2;
@@ -226,7 +252,8 @@ DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const Tens
     if (warpgroup == 0) {
         registers_give<OF_COPIES>();
         const uint32_t warp = uniform(threadIdx.x / 32);
-        if (warp == 0) copy_work<DIM>(call, shared, qkv, dout, lse, delta, next, tiles, all, section);
+        if (warp == 0)
+            copy_work<DIM>(call, shared, qkv, dout, lse, delta, next, tiles, all, section);
         else if (warp == 1) wait_for_turns(call, shared, numbers, tiles, all, section);
         else tell_of_turns(call, shared, numbers, tiles, all, section, warp % 2);
     } else if (warpgroup == 3) {
@@ -234,17 +261,19 @@ DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const Tens
         gradients_of_queries<E>(call, shared, dqkv, sums, tiles, all, section, rotation);
     } else {
         registers_take<OF_KEYS>();
-        gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section, rotation, SharedSlants{shared});
+        gradients_of_keys<E, DIM>(
+            call, shared, dqkv, tiles, all, section, rotation, SharedSlants{shared});
     }
 }
 
 } // namespace
 
-#define KERNEL_OF(DTYPE, E)                                                                                                                                 \
-    KERNEL_BOUNDS(512, 1, attention_backward_sm90a_##DTYPE##_64, const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout,      \
-                  const Attention call, const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section,                      \
-                  const Rotation rotation, float4 *sums) {                                                                                           \
-        run_one_pass<E>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation, sums);                                                          \
+#define KERNEL_OF(DTYPE, E)                                                                        \
+    KERNEL_BOUNDS(512, 1, attention_backward_sm90a_##DTYPE##_64,                                   \
+        const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout,             \
+        const Attention call, const float *lse, const float *delta, uint16_t *dqkv,                \
+        uint32_t *next, uint32_t section, const Rotation rotation, float4 *sums) {                 \
+        run_one_pass<E>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation, sums);       \
     }
 KERNEL_OF(bf16, Bf16)
 KERNEL_OF(f16, F16)

@@ -20,7 +20,8 @@ constexpr uint32_t WIDEST = 256;
 /// Offset in the cache `[positions, b, groups · 2 · head_dim]` of a group's key at a position; its
 /// value follows.
 DEVICE size_t key_at(const Attention &call, uint32_t position, uint32_t sample, uint32_t group) {
-    return ((static_cast<size_t>(position) * call.b + sample) * call.groups + group) * 2 * call.head_dim;
+    return ((static_cast<size_t>(position) * call.b + sample) * call.groups + group) * 2 *
+           call.head_dim;
 }
 
 /// Copies the keys and values of new tokens to their positions: a block per token and sample.
@@ -30,12 +31,14 @@ DEVICE void append(const Attention &call, const T *qkv, T *cache, const uint32_t
     for (uint32_t i = threadIdx.x; i < call.groups * pair; i += blockDim.x) {
         const uint32_t group = i / pair;
         cache[key_at(call, starts[sample] + token, sample, group) + i % pair] =
-            qkv[token * qkv_stride(call) + qkv_at(call, sample, group, call.heads_per_group) + i % pair];
+            qkv[token * qkv_stride(call) + qkv_at(call, sample, group, call.heads_per_group) +
+                i % pair];
     }
 }
 
 /// Offset of a piece's maximum in `[b][heads][tokens][pieces]`.
-DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, uint32_t token, uint32_t piece, uint32_t pieces) {
+DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, uint32_t token,
+    uint32_t piece, uint32_t pieces) {
     return (statistics_at(call, sample, head) + token) * pieces + piece;
 }
 
@@ -44,12 +47,15 @@ DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, ui
 /// the sums of those slots are added in their order, by way of `joined`. `values` is the first one,
 /// `stride` elements before the next.
 template <class T>
-DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, const float (&weights)[HEADS][PIECE], uint32_t heads,
-                  float (&joined)[HEADS][WIDEST], float *to, size_t of_head) {
+DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d,
+    const float (&weights)[HEADS][PIECE], uint32_t heads, float (&joined)[HEADS][WIDEST], float *to,
+    size_t of_head) {
     // Heads whose sums are joined together, as many as there is room for.
     constexpr uint32_t TOGETHER = 2, PART = THREADS * VECTOR<T>;
-    static_assert(TOGETHER * PART <= HEADS * WIDEST && HEADS % TOGETHER == 0, "sums of all slots have room");
-    const uint32_t lanes = d / VECTOR<T>, slots = THREADS / lanes, slot = threadIdx.x / lanes, column = threadIdx.x % lanes * VECTOR<T>;
+    static_assert(
+        TOGETHER * PART <= HEADS * WIDEST && HEADS % TOGETHER == 0, "sums of all slots have room");
+    const uint32_t lanes = d / VECTOR<T>, slots = THREADS / lanes, slot = threadIdx.x / lanes,
+                   column = threadIdx.x % lanes * VECTOR<T>;
     float *const parts = &joined[0][0];
     float gathered[HEADS][VECTOR<T>];
 #pragma unroll
@@ -75,7 +81,8 @@ DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, con
 #pragma unroll
             for (uint32_t j = 0; j < TOGETHER; j++)
 #pragma unroll
-                for (int e = 0; e < VECTOR<T>; e++) parts[j * PART + slot * d + column + e] = gathered[h + j][e];
+                for (int e = 0; e < VECTOR<T>; e++)
+                    parts[j * PART + slot * d + column + e] = gathered[h + j][e];
         }
         __syncthreads();
         for (uint32_t i = threadIdx.x; i < TOGETHER * d; i += THREADS) {
@@ -93,12 +100,15 @@ DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d, con
 /// maximum and the sum go to `[…][pieces][2]`, the weighed values, not divided by the sum, to
 /// `[…][pieces][head_dim]`.
 template <class T>
-DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const uint32_t *starts, float *statistics, float *sums) {
+DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const uint32_t *starts,
+    float *statistics, float *sums) {
     SHARED(float, queries, [HEADS][WIDEST]);
     SHARED(float, weights, [HEADS][PIECE]);
     const uint32_t piece = blockIdx.x, pieces = gridDim.x, token = blockIdx.y;
     const uint32_t batches = (call.heads_per_group + HEADS - 1) / HEADS;
-    const uint32_t first_head = blockIdx.z % batches * HEADS, group = blockIdx.z / batches % call.groups, sample = blockIdx.z / batches / call.groups;
+    const uint32_t first_head = blockIdx.z % batches * HEADS,
+                   group = blockIdx.z / batches % call.groups,
+                   sample = blockIdx.z / batches / call.groups;
     const uint32_t heads = min(HEADS, call.heads_per_group - first_head), d = call.head_dim;
     const uint32_t position = starts[sample] + token;
     const uint32_t seen = call.window && position >= call.window ? position + 1 - call.window : 0;
@@ -107,7 +117,8 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
     const uint32_t global_head = group * call.heads_per_group + first_head;
 
     for (uint32_t i = threadIdx.x; i < heads * d; i += THREADS)
-        queries[i / d][i % d] = to_float(qkv[token * qkv_stride(call) + qkv_at(call, sample, group, first_head) + i]);
+        queries[i / d][i % d] =
+            to_float(qkv[token * qkv_stride(call) + qkv_at(call, sample, group, first_head) + i]);
     __syncthreads();
     // Whole warps stay in the loop, for the sums over the threads that share a key.
     const uint32_t part = threadIdx.x % SHARE;
@@ -124,7 +135,8 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
                 for (uint32_t h = 0; h < HEADS; h++)
                     if (h < heads)
 #pragma unroll
-                        for (int e = 0; e < VECTOR<T>; e++) products[h] += queries[h][column + e] * of_key[e];
+                        for (int e = 0; e < VECTOR<T>; e++)
+                            products[h] += queries[h][column + e] * of_key[e];
             }
         } else {
             for (uint32_t column = part; column < d; column += SHARE) {
@@ -138,10 +150,13 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
         for (uint32_t h = 0; h < HEADS; h++) {
             float product = products[h];
 #pragma unroll
-            for (uint32_t distance = SHARE / 2; distance > 0; distance /= 2) product += __shfl_xor_sync(~0u, product, distance);
+            for (uint32_t distance = SHARE / 2; distance > 0; distance /= 2)
+                product += __shfl_xor_sync(~0u, product, distance);
             if (h < heads && part == 0 && i < keys) {
                 const float slope = call.slopes ? call.slopes[global_head + h] : 0.0f;
-                weights[h][i] = product * call.scale_log2 + slope * static_cast<float>(static_cast<int>(key) - static_cast<int>(position));
+                weights[h][i] =
+                    product * call.scale_log2 +
+                    slope * static_cast<float>(static_cast<int>(key) - static_cast<int>(position));
             }
         }
     }
@@ -152,16 +167,19 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
         float top = -INFINITY, sum = 0.0f;
         for (uint32_t i = lane; i < keys; i += 32) top = fmaxf(top, weights[h][i]);
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+        for (int distance = 16; distance > 0; distance /= 2)
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
         for (uint32_t i = lane; i < keys; i += 32) {
             const float weight = exp2f(weights[h][i] - top);
             sum += weight;
             weights[h][i] = to_float(from_float<T>(weight));
         }
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        for (int distance = 16; distance > 0; distance /= 2)
+            sum += __shfl_xor_sync(~0u, sum, distance);
         if (lane == 0) {
-            float *const to = statistics + 2 * piece_at(call, sample, global_head + h, token, piece, pieces);
+            float *const to =
+                statistics + 2 * piece_at(call, sample, global_head + h, token, piece, pieces);
             to[0] = top;
             to[1] = sum;
         }
@@ -191,7 +209,8 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
 
 /// Joins the pieces of a token's head, a block each.
 template <class T>
-DEVICE void join(const Attention &call, const float *statistics, const float *sums, T *out, uint32_t pieces) {
+DEVICE void join(
+    const Attention &call, const float *statistics, const float *sums, T *out, uint32_t pieces) {
     const uint32_t token = blockIdx.x, head = blockIdx.y, sample = blockIdx.z, d = call.head_dim;
     statistics += 2 * piece_at(call, sample, head, token, 0, pieces);
     sums += piece_at(call, sample, head, token, 0, pieces) * d;
@@ -199,24 +218,32 @@ DEVICE void join(const Attention &call, const float *statistics, const float *su
 #pragma unroll 8
     for (uint32_t piece = 0; piece < pieces; piece++) top = fmaxf(top, statistics[2 * piece]);
 #pragma unroll 8
-    for (uint32_t piece = 0; piece < pieces; piece++) sum += statistics[2 * piece + 1] * exp2f(statistics[2 * piece] - top);
+    for (uint32_t piece = 0; piece < pieces; piece++)
+        sum += statistics[2 * piece + 1] * exp2f(statistics[2 * piece] - top);
     for (uint32_t column = threadIdx.x; column < d; column += blockDim.x) {
         float gathered = 0.0f;
 #pragma unroll 8
-        for (uint32_t piece = 0; piece < pieces; piece++) gathered += sums[static_cast<size_t>(piece) * d + column] * exp2f(statistics[2 * piece] - top);
-        out[token * out_stride(call) + out_at(call, sample, head) + column] = from_float<T>(gathered / sum);
+        for (uint32_t piece = 0; piece < pieces; piece++)
+            gathered +=
+                sums[static_cast<size_t>(piece) * d + column] * exp2f(statistics[2 * piece] - top);
+        out[token * out_stride(call) + out_at(call, sample, head) + column] =
+            from_float<T>(gathered / sum);
     }
 }
 
 } // namespace
 
-#define KERNELS(T, suffix)                                                                                                                   \
-    KERNEL(attention_append_##suffix, const Attention call, const T *qkv, T *cache, const uint32_t *starts) { append(call, qkv, cache, starts); } \
-    KERNEL(attention_attend_##suffix, const Attention call, const T *qkv, const T *cache, const uint32_t *starts, float *statistics,        \
-           float *sums) {                                                                                                                    \
-        attend(call, qkv, cache, starts, statistics, sums);                                                                                  \
-    }                                                                                                                                        \
-    KERNEL(attention_join_##suffix, const Attention call, const float *statistics, const float *sums, T *out, uint32_t pieces) {            \
-        join(call, statistics, sums, out, pieces);                                                                                           \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(attention_append_##suffix, const Attention call, const T *qkv, T *cache,                \
+        const uint32_t *starts) {                                                                  \
+        append(call, qkv, cache, starts);                                                          \
+    }                                                                                              \
+    KERNEL(attention_attend_##suffix, const Attention call, const T *qkv, const T *cache,          \
+        const uint32_t *starts, float *statistics, float *sums) {                                  \
+        attend(call, qkv, cache, starts, statistics, sums);                                        \
+    }                                                                                              \
+    KERNEL(attention_join_##suffix, const Attention call, const float *statistics,                 \
+        const float *sums, T *out, uint32_t pieces) {                                              \
+        join(call, statistics, sums, out, pieces);                                                 \
     }
 FOR_DTYPES(KERNELS)

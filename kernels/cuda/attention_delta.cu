@@ -7,9 +7,12 @@ namespace {
 /// `lanes`, a power of two up to 32, have a row. `next` are numbers that the kernels behind this
 /// one count in: as many as there are rows and two more, at most, are cleared for them.
 template <class T>
-DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t cleared, uint32_t lanes) {
+DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next,
+    uint32_t cleared, uint32_t lanes) {
     const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
-    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < cleared; i += threads) next[i] = 0;
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < cleared;
+        i += threads)
+        next[i] = 0;
     const uint32_t lane = threadIdx.x % lanes, heads = call.groups * call.heads_per_group;
     const uint64_t rows = static_cast<uint64_t>(call.s) * call.b * heads;
     // (position, sample, head)
@@ -25,19 +28,23 @@ DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to,
                 for (int e = 0; e < VECTOR<T>; e++) sum += a[e] * b[e];
             }
         } else {
-            for (uint32_t i = lane; i < call.head_dim; i += lanes) sum += to_float(dout[i]) * to_float(out[i]);
+            for (uint32_t i = lane; i < call.head_dim; i += lanes)
+                sum += to_float(dout[i]) * to_float(out[i]);
         }
     }
     // Whole warps come here, whatever part of them has rows.
-    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-    const uint64_t position = row / heads / call.b, sample = row / heads % call.b, head = row % heads;
+    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(~0u, sum, distance);
+    const uint64_t position = row / heads / call.b, sample = row / heads % call.b,
+                   head = row % heads;
     if (lane == 0 && row < rows) to[statistics_at(call, sample, head) + position] = sum;
 }
 
 } // namespace
 
-#define KERNELS(T, suffix)                                                                                                         \
-    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to, uint32_t *next, uint32_t cleared, uint32_t lanes) { \
-        delta(call, dout, out, to, next, cleared, lanes);                                                                                         \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(attention_delta_##suffix, const Attention call, const T *dout, const T *out, float *to, \
+        uint32_t *next, uint32_t cleared, uint32_t lanes) {                                        \
+        delta(call, dout, out, to, next, cleared, lanes);                                          \
     }
 FOR_DTYPES(KERNELS)

@@ -21,8 +21,9 @@ struct OfKeys {
     }
 
     template <class E, int DIM>
-    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
-                                                   uint32_t section, const Rotation &rotation) {
+    __device__ __forceinline__ static void consume(const Attention &call,
+        const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
+        uint32_t section, const Rotation &rotation) {
         gradients_of_keys<E, DIM>(call, shared, dqkv, tiles, all, section, rotation, KeptSlants());
     }
 };

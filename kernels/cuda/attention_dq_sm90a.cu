@@ -8,14 +8,17 @@ template <uint32_t QUERIES>
 struct Work : QueryWork<QUERIES, ROWS> {
     uint32_t first_tile, end_tile;
 
-    __device__ __forceinline__ Work(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
-        : QueryWork<QUERIES, ROWS>(call, number, tiles, section), first_tile(uniform(this->begin(call))), end_tile(this->end()) {}
+    __device__ __forceinline__ Work(
+        const Attention &call, uint32_t number, uint32_t tiles, uint32_t section)
+        : QueryWork<QUERIES, ROWS>(call, number, tiles, section),
+          first_tile(uniform(this->begin(call))), end_tile(this->end()) {}
 };
 
 /// The warp that has tiles for gradients of queries copied.
 template <int DIM, uint32_t CONSUMERS>
-DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
-                      const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &shared,
+    const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta,
+    uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
     using Block = Shared<DIM, CONSUMERS>;
     constexpr uint32_t TILE = Block::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
@@ -24,17 +27,22 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
         const Work<Block::ALL> work(call, number, tiles, section);
         const uint32_t parts = work.head / of_group * (of_group + 2);
-        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, parts + work.head % of_group, dout, work.head, work.first, work.sample);
+        if (lane == 0)
+            fetch_stay(shared, stay.slot(), qkv, parts + work.head % of_group, dout, work.head,
+                work.first, work.sample);
         for (uint32_t which = 0; which < CONSUMERS; which++)
-            shared.statistics[stay.slot() * CONSUMERS + which].fill(call, lse, delta, work.sample, work.head, work.first + which * ROWS);
+            shared.statistics[stay.slot() * CONSUMERS + which].fill(
+                call, lse, delta, work.sample, work.head, work.first + which * ROWS);
         barrier_arrive(shared.stay_full + stay.slot());
         for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++, turn.count++) {
             const uint32_t slot = turn.slot();
             barrier_wait(shared.empty + slot, turn.parity() ^ 1);
             if (lane == 0) {
                 barrier_expect(shared.full + slot, 2 * TILE);
-                copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, tile * ROWS, parts + of_group, work.sample, shared.full + slot);
-                copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS, parts + of_group + 1, work.sample, shared.full + slot);
+                copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, tile * ROWS, parts + of_group,
+                    work.sample, shared.full + slot);
+                copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS,
+                    parts + of_group + 1, work.sample, shared.full + slot);
             }
             __syncwarp(); // none waits for a phase that the first lane has left behind
         }
@@ -46,11 +54,12 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
 /// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys
 /// and values.
 template <class E, int DIM, uint32_t CONSUMERS>
-DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
-                                 const Rotation &rotation) {
+DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared,
+    uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation) {
     using Block = Shared<DIM, CONSUMERS>;
     constexpr uint32_t TILE = Block::TILE;
-    const uint32_t which = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t which = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4),
+                   lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Turn<STAGES> turn;
     Turn<Block::STAYS> stay;
     for (;; stay.count++) {
@@ -115,7 +124,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
 #pragma unroll
             for (int n = 0; n < static_cast<int>(N); n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) gradients[n][i] = exp2_fast(scores[n][i]) * (gradients[n][i] - of_query[i / 2]);
+                for (int i = 0; i < 4; i++)
+                    gradients[n][i] = exp2_fast(scores[n][i]) * (gradients[n][i] - of_query[i / 2]);
         };
         // When the tile before has added what it adds, slants become left operands.
         const auto round = [&](bool first) {
@@ -157,9 +167,12 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         for (uint32_t tile = end_tile; tile < work.end_tile; tile++) pass(shared, turn);
         const float scales[2] = {call.scale, call.scale};
         some_wait(1 + which, 128); // the whole warpgroup has multiplied its queries
-        uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.head / call.heads_per_group, work.head % call.heads_per_group);
+        uint16_t *const to = dqkv + own * qkv_stride(call) +
+                             qkv_at(call, work.sample, work.head / call.heads_per_group,
+                                 work.head % call.heads_per_group);
         rotation.turn_back<DIM>(call, work.sample, own, dq);
-        store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0, own_queries + warp * 16 * SWIZZLED_ROW, dq, scales);
+        store_warp<E, ROWS, DIM>(to, qkv_stride(call), own < call.s ? call.s - own : 0,
+            own_queries + warp * 16 * SWIZZLED_ROW, dq, scales);
         before_copies();
         release(shared.stay_empty + stay.slot());
     }
@@ -176,7 +189,9 @@ struct OfQueries {
     /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp
     /// that writes statistics.
     static constexpr uint32_t STAY_ARRIVALS = 1 + 32, ARRIVALS = 1;
-    __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups * call.heads_per_group; }
+    __device__ __forceinline__ static uint32_t heads(const Attention &call) {
+        return call.groups * call.heads_per_group;
+    }
 
     template <class... Args>
     __device__ __forceinline__ static void produce(const Args &...args) {
@@ -184,8 +199,9 @@ struct OfQueries {
     }
 
     template <class E, int DIM, uint32_t CONSUMERS>
-    __device__ __forceinline__ static void consume(const Attention &call, const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles,
-                                                   uint32_t all, uint32_t section, const Rotation &rotation) {
+    __device__ __forceinline__ static void consume(const Attention &call,
+        const Shared<DIM, CONSUMERS> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all,
+        uint32_t section, const Rotation &rotation) {
         gradients_of_queries<E>(call, shared, dqkv, tiles, all, section, rotation);
     }
 };

@@ -52,7 +52,8 @@ DEVICE void multiply(float (&c)[R][R], const float *a, const float *b) {
         for (int i = 0; i < R; i++)
 #pragma unroll
             for (int j = 0; j < R; j++)
-                c[i][j] += left[i].x * right[j].x + left[i].y * right[j].y + left[i].z * right[j].z + left[i].w * right[j].w;
+                c[i][j] += left[i].x * right[j].x + left[i].y * right[j].y +
+                           left[i].z * right[j].z + left[i].w * right[j].w;
     }
 }
 
@@ -70,12 +71,15 @@ struct Columns {
 
     __device__ __forceinline__ void scale(int i, float factor) {
 #pragma unroll
-        for (int c = 0; c < DIM / 64; c++) of[i][c] = {of[i][c].x * factor, of[i][c].y * factor, of[i][c].z * factor, of[i][c].w * factor};
+        for (int c = 0; c < DIM / 64; c++)
+            of[i][c] = {
+                of[i][c].x * factor, of[i][c].y * factor, of[i][c].z * factor, of[i][c].w * factor};
     }
 
     /// += weights · rows of `b`, where the weight of row r and row k of b is at `weights[r · across
     /// + k · along]`.
-    __device__ __forceinline__ void add(const float *weights, int across, int along, const float *b) {
+    __device__ __forceinline__ void add(
+        const float *weights, int across, int along, const float *b) {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
 #pragma unroll 4
         for (int k = 0; k < TILE<DIM>; k++) {
@@ -84,17 +88,20 @@ struct Columns {
             for (int i = 0; i < R; i++) weight[i] = weights[(y + 16 * i) * across + k * along];
 #pragma unroll
             for (int c = 0; c < DIM / 64; c++) {
-                const float4 v = *reinterpret_cast<const float4 *>(b + k * STEP<DIM> + 4 * x + 64 * c);
+                const float4 v =
+                    *reinterpret_cast<const float4 *>(b + k * STEP<DIM> + 4 * x + 64 * c);
 #pragma unroll
                 for (int i = 0; i < R; i++)
-                    of[i][c] = {of[i][c].x + weight[i] * v.x, of[i][c].y + weight[i] * v.y, of[i][c].z + weight[i] * v.z, of[i][c].w + weight[i] * v.w};
+                    of[i][c] = {of[i][c].x + weight[i] * v.x, of[i][c].y + weight[i] * v.y,
+                        of[i][c].z + weight[i] * v.z, of[i][c].w + weight[i] * v.w};
             }
         }
     }
 
     /// Writes rows from `first` on, but none behind the sequence's end, and of their columns those
     /// there are.
-    __device__ __forceinline__ void store(float *to, size_t stride, uint32_t first, const Attention &call) const {
+    __device__ __forceinline__ void store(
+        float *to, size_t stride, uint32_t first, const Attention &call) const {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
 #pragma unroll
         for (int i = 0; i < R; i++) {
@@ -105,7 +112,8 @@ struct Columns {
                 const float v[4] = {of[i][c].x, of[i][c].y, of[i][c].z, of[i][c].w};
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (4 * x + 64 * c + e < call.head_dim) to[row * stride + 4 * x + 64 * c + e] = v[e];
+                    if (4 * x + 64 * c + e < call.head_dim)
+                        to[row * stride + 4 * x + 64 * c + e] = v[e];
             }
         }
     }
@@ -119,7 +127,8 @@ struct Head {
     HeadMask mask;
 
     __device__ __forceinline__ Head(const Attention &call, uint32_t sample, uint32_t head)
-        : call(call), sample(sample), slope(call.slopes ? call.slopes[head] : 0.0f), mask(call.samples ? HeadMask(call, sample, head) : HeadMask()) {}
+        : call(call), sample(sample), slope(call.slopes ? call.slopes[head] : 0.0f),
+          mask(call.samples ? HeadMask(call, sample, head) : HeadMask()) {}
 
     __device__ __forceinline__ bool sees(uint32_t query, uint32_t key) const {
         return query < call.s && key <= query && first_key(call, sample, query) <= key;
@@ -127,7 +136,8 @@ struct Head {
 
     /// A product as a power of two.
     __device__ __forceinline__ float score(float product, uint32_t query, uint32_t key) const {
-        return product * call.scale_log2 + slope * static_cast<float>(static_cast<int>(key) - static_cast<int>(query));
+        return product * call.scale_log2 +
+               slope * static_cast<float>(static_cast<int>(key) - static_cast<int>(query));
     }
 
     /// What a weight is multiplied with under dropout.
@@ -142,7 +152,8 @@ struct Head {
 /// Over the sixteen threads of a row.
 DEVICE float row_max(float v) {
 #pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, distance));
+    for (int distance = 8; distance > 0; distance /= 2)
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, distance));
     return v;
 }
 
@@ -156,12 +167,16 @@ template <int DIM>
 DEVICE void forward(const Attention &call, const float *qkv, float *out, float *lse) {
     constexpr int T = TILE<DIM>, R = T / 16;
     DYNAMIC_SHARED(memory);
-    float *const queries = reinterpret_cast<float *>(memory), *const keys = queries + T * STEP<DIM>, *const values = keys + T * STEP<DIM>;
+    float *const queries = reinterpret_cast<float *>(memory), *const keys = queries + T * STEP<DIM>,
+                 *const values = keys + T * STEP<DIM>;
     float *const weights = values + T * STEP<DIM>;
     const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
-    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * T, head = blockIdx.y, sample = blockIdx.z, of_group = call.heads_per_group;
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * T, head = blockIdx.y, sample = blockIdx.z,
+                   of_group = call.heads_per_group;
     const uint32_t last = min(first + T, call.s) - 1;
-    const auto part = [&](uint32_t part) { return Rows{qkv + qkv_at(call, sample, head / of_group, part), qkv_stride(call)}; };
+    const auto part = [&](uint32_t part) {
+        return Rows{qkv + qkv_at(call, sample, head / of_group, part), qkv_stride(call)};
+    };
     const Head of_head(call, sample, head);
     Columns<DIM, R> gathered;
     float maxima[R], sums[R];
@@ -185,10 +200,12 @@ DEVICE void forward(const Attention &call, const float *qkv, float *out, float *
 #pragma unroll
             for (int j = 0; j < R; j++) {
                 const uint32_t at = key + x + 16 * j;
-                scores[i][j] = of_head.sees(query, at) ? of_head.score(scores[i][j], query, at) : -INFINITY;
+                scores[i][j] =
+                    of_head.sees(query, at) ? of_head.score(scores[i][j], query, at) : -INFINITY;
                 top = fmaxf(top, scores[i][j]);
             }
-            const float now = fmaxf(maxima[i], row_max(top)), reference = now == -INFINITY ? 0.0f : now;
+            const float now = fmaxf(maxima[i], row_max(top)),
+                        reference = now == -INFINITY ? 0.0f : now;
             const float correction = exp2f(maxima[i] - reference);
             float sum = 0.0f;
 #pragma unroll
@@ -196,7 +213,8 @@ DEVICE void forward(const Attention &call, const float *qkv, float *out, float *
                 const uint32_t at = key + x + 16 * j;
                 const float weight = exp2f(scores[i][j] - reference);
                 sum += weight;
-                weights[(y + 16 * i) * (T + 1) + x + 16 * j] = of_head.kept(query, at) == 0.0f ? 0.0f : weight;
+                weights[(y + 16 * i) * (T + 1) + x + 16 * j] =
+                    of_head.kept(query, at) == 0.0f ? 0.0f : weight;
             }
             maxima[i] = now;
             sums[i] = sums[i] * correction + row_sum(sum);
@@ -209,15 +227,17 @@ DEVICE void forward(const Attention &call, const float *qkv, float *out, float *
     for (int i = 0; i < R; i++) {
         const uint32_t query = first + y + 16 * i;
         gathered.scale(i, (call.samples ? call.kept : 1.0f) / sums[i]);
-        if (x == 0 && query < call.s) lse[statistics_at(call, sample, head) + query] = maxima[i] * LN_2 + logf(sums[i]);
+        if (x == 0 && query < call.s)
+            lse[statistics_at(call, sample, head) + query] = maxima[i] * LN_2 + logf(sums[i]);
     }
     gathered.store(out + out_at(call, sample, head), out_stride(call), first, call);
 }
 
 /// Makes weights and gradients of scores of a tile, `[queries][keys]`, in shared memory.
 template <int DIM>
-DEVICE void harden(const Head &head, const float *queries, const float *dout, const float *keys, const float *values, uint32_t query, uint32_t key,
-                   const float *lse, const float *delta, float *weights, float *slants) {
+DEVICE void harden(const Head &head, const float *queries, const float *dout, const float *keys,
+    const float *values, uint32_t query, uint32_t key, const float *lse, const float *delta,
+    float *weights, float *slants) {
     constexpr int T = TILE<DIM>, R = T / 16;
     const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
     float scores[R][R], gradients[R][R];
@@ -227,12 +247,15 @@ DEVICE void harden(const Head &head, const float *queries, const float *dout, co
     for (int i = 0; i < R; i++)
 #pragma unroll
         for (int j = 0; j < R; j++) {
-            const uint32_t q = query + y + 16 * i, k = key + x + 16 * j, at = (y + 16 * i) * (T + 1) + x + 16 * j;
+            const uint32_t q = query + y + 16 * i, k = key + x + 16 * j,
+                           at = (y + 16 * i) * (T + 1) + x + 16 * j;
             const bool seen = head.sees(q, k);
             const float kept = seen ? head.kept(q, k) : 0.0f;
-            const float weight = seen ? exp2f(head.score(scores[i][j], q, k) - lse[q] * LOG2_E) : 0.0f;
+            const float weight =
+                seen ? exp2f(head.score(scores[i][j], q, k) - lse[q] * LOG2_E) : 0.0f;
             weights[at] = kept == 0.0f ? 0.0f : weight * kept;
-            slants[at] = seen ? weight * ((kept == 0.0f ? 0.0f : gradients[i][j] * kept) - delta[q]) : 0.0f;
+            slants[at] =
+                seen ? weight * ((kept == 0.0f ? 0.0f : gradients[i][j] * kept) - delta[q]) : 0.0f;
         }
 }
 
@@ -252,12 +275,16 @@ struct Shared {
 };
 
 template <int DIM>
-DEVICE void gradients_of_keys(const Attention &call, const float *dout, const float *qkv, const float *lse, const float *delta, float *dqkv) {
+DEVICE void gradients_of_keys(const Attention &call, const float *dout, const float *qkv,
+    const float *lse, const float *delta, float *dqkv) {
     constexpr int T = TILE<DIM>, R = T / 16;
     DYNAMIC_SHARED(memory);
     const Shared<DIM> shared(memory);
-    const uint32_t first = blockIdx.x * T, group = blockIdx.y, sample = blockIdx.z, of_group = call.heads_per_group;
-    const auto part = [&](uint32_t part) { return Rows{qkv + qkv_at(call, sample, group, part), qkv_stride(call)}; };
+    const uint32_t first = blockIdx.x * T, group = blockIdx.y, sample = blockIdx.z,
+                   of_group = call.heads_per_group;
+    const auto part = [&](uint32_t part) {
+        return Rows{qkv + qkv_at(call, sample, group, part), qkv_stride(call)};
+    };
     load<DIM>(shared.keys, part(of_group), first, call);
     load<DIM>(shared.values, part(of_group + 1), first, call);
     Columns<DIM, R> dk, dv;
@@ -272,10 +299,11 @@ DEVICE void gradients_of_keys(const Attention &call, const float *dout, const fl
             if (first_key(call, sample, query) >= first + T) break;
             __syncthreads();
             load<DIM>(shared.queries, part(j), query, call);
-            load<DIM>(shared.dout, Rows{dout + out_at(call, sample, head), out_stride(call)}, query, call);
+            load<DIM>(shared.dout, Rows{dout + out_at(call, sample, head), out_stride(call)}, query,
+                call);
             __syncthreads();
-            harden<DIM>(of_head, shared.queries, shared.dout, shared.keys, shared.values, query, first, lse + statistics, delta + statistics,
-                        shared.weights, shared.slants);
+            harden<DIM>(of_head, shared.queries, shared.dout, shared.keys, shared.values, query,
+                first, lse + statistics, delta + statistics, shared.weights, shared.slants);
             __syncthreads();
             dv.add(shared.weights, 1, T + 1, shared.dout);
             dk.add(shared.slants, 1, T + 1, shared.queries);
@@ -288,13 +316,17 @@ DEVICE void gradients_of_keys(const Attention &call, const float *dout, const fl
 }
 
 template <int DIM>
-DEVICE void gradients_of_queries(const Attention &call, const float *dout, const float *qkv, const float *lse, const float *delta, float *dqkv) {
+DEVICE void gradients_of_queries(const Attention &call, const float *dout, const float *qkv,
+    const float *lse, const float *delta, float *dqkv) {
     constexpr int T = TILE<DIM>, R = T / 16;
     DYNAMIC_SHARED(memory);
     const Shared<DIM> shared(memory);
-    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * T, head = blockIdx.y, sample = blockIdx.z, of_group = call.heads_per_group;
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * T, head = blockIdx.y, sample = blockIdx.z,
+                   of_group = call.heads_per_group;
     const uint32_t last = min(first + T, call.s) - 1;
-    const auto part = [&](uint32_t part) { return Rows{qkv + qkv_at(call, sample, head / of_group, part), qkv_stride(call)}; };
+    const auto part = [&](uint32_t part) {
+        return Rows{qkv + qkv_at(call, sample, head / of_group, part), qkv_stride(call)};
+    };
     const Head of_head(call, sample, head);
     const size_t statistics = statistics_at(call, sample, head);
     load<DIM>(shared.queries, part(head % of_group), first, call);
@@ -306,29 +338,31 @@ DEVICE void gradients_of_queries(const Attention &call, const float *dout, const
         load<DIM>(shared.keys, part(of_group), key, call);
         load<DIM>(shared.values, part(of_group + 1), key, call);
         __syncthreads();
-        harden<DIM>(of_head, shared.queries, shared.dout, shared.keys, shared.values, first, key, lse + statistics, delta + statistics,
-                    shared.weights, shared.slants);
+        harden<DIM>(of_head, shared.queries, shared.dout, shared.keys, shared.values, first, key,
+            lse + statistics, delta + statistics, shared.weights, shared.slants);
         __syncwarp(); // a row's weights are written and read by the same half of a warp
         dq.add(shared.slants, T + 1, 1, shared.keys);
     }
 #pragma unroll
     for (int i = 0; i < R; i++) dq.scale(i, call.scale);
-    dq.store(dqkv + qkv_at(call, sample, head / of_group, head % of_group), qkv_stride(call), first, call);
+    dq.store(dqkv + qkv_at(call, sample, head / of_group, head % of_group), qkv_stride(call), first,
+        call);
 }
 
 } // namespace
 
-#define KERNELS_OF(DIM)                                                                                                               \
-    KERNEL(attention_forward_f32_##DIM, const Attention call, const float *qkv, float *out, float *lse) {                             \
-        forward<DIM>(call, qkv, out, lse);                                                                                            \
-    }                                                                                                                                 \
-    KERNEL(attention_dkdv_f32_##DIM, const Attention call, const float *dout, const float *qkv, const float *lse, const float *delta, \
-           float *dqkv) {                                                                                                             \
-        gradients_of_keys<DIM>(call, dout, qkv, lse, delta, dqkv);                                                                    \
-    }                                                                                                                                 \
-    KERNEL(attention_dq_f32_##DIM, const Attention call, const float *dout, const float *qkv, const float *lse, const float *delta,   \
-           float *dqkv) {                                                                                                             \
-        gradients_of_queries<DIM>(call, dout, qkv, lse, delta, dqkv);                                                                 \
+#define KERNELS_OF(DIM)                                                                            \
+    KERNEL(attention_forward_f32_##DIM, const Attention call, const float *qkv, float *out,        \
+        float *lse) {                                                                              \
+        forward<DIM>(call, qkv, out, lse);                                                         \
+    }                                                                                              \
+    KERNEL(attention_dkdv_f32_##DIM, const Attention call, const float *dout, const float *qkv,    \
+        const float *lse, const float *delta, float *dqkv) {                                       \
+        gradients_of_keys<DIM>(call, dout, qkv, lse, delta, dqkv);                                 \
+    }                                                                                              \
+    KERNEL(attention_dq_f32_##DIM, const Attention call, const float *dout, const float *qkv,      \
+        const float *lse, const float *delta, float *dqkv) {                                       \
+        gradients_of_queries<DIM>(call, dout, qkv, lse, delta, dqkv);                              \
     }
 KERNELS_OF(64)
 KERNELS_OF(128)

@@ -10,7 +10,8 @@ namespace {
 /// Weights of a tile, dropped where dropout says so, and rounded. `query` and `key` are the first
 /// of this warp and of the tile.
 template <class E, int M, int N, bool DROP>
-DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t query, uint32_t key, float (&scores)[M][N][4], uint32_t (&weights)[M][N][2]) {
+DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t query, uint32_t key,
+    float (&scores)[M][N][4], uint32_t (&weights)[M][N][2]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -19,7 +20,8 @@ DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t 
                 uint32_t words[4];
                 words_of_queries_by_keys(mask, query + m * 16, key + n * 8, words);
 #pragma unroll
-                for (int i = 0; i < 4; i++) scores[m][n][i] = words[i] < call.threshold ? 0.0f : scores[m][n][i];
+                for (int i = 0; i < 4; i++)
+                    scores[m][n][i] = words[i] < call.threshold ? 0.0f : scores[m][n][i];
             }
             weights[m][n][0] = E::pack(scores[m][n][0], scores[m][n][1]);
             weights[m][n][1] = E::pack(scores[m][n][2], scores[m][n][3]);
@@ -32,16 +34,21 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
     constexpr int QUERIES = WARPS * M * 16, N = KEYS / 8, THREADS = WARPS * 32;
     DYNAMIC_SHARED(memory);
     uint16_t *const query_tile = reinterpret_cast<uint16_t *>(memory);
-    uint16_t *const key_tile = query_tile + QUERIES * ROW<DIM>, *const value_tile = key_tile + KEYS * ROW<DIM>;
-    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y, sample = blockIdx.z;
-    const uint32_t of_group = call.heads_per_group, group = head / of_group, last = min(first + QUERIES, call.s) - 1;
+    uint16_t *const key_tile = query_tile + QUERIES * ROW<DIM>, *const value_tile =
+                                                                    key_tile + KEYS * ROW<DIM>;
+    const uint32_t first = (gridDim.x - 1 - blockIdx.x) * QUERIES, head = blockIdx.y,
+                   sample = blockIdx.z;
+    const uint32_t of_group = call.heads_per_group, group = head / of_group,
+                   last = min(first + QUERIES, call.s) - 1;
     const Rows rows{qkv, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
-    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)), values = rows.from(qkv_at(call, sample, group, of_group + 1));
+    const Rows keys = rows.from(qkv_at(call, sample, group, of_group)),
+               values = rows.from(qkv_at(call, sample, group, of_group + 1));
 
     // Tiles that no query sees anything of are left out: the first query sees furthest back.
     uint32_t key = first_key(call, sample, first) / KEYS * KEYS;
     const uint32_t seen_by_all = first_key(call, sample, last);
-    copy_rows<QUERIES, DIM, THREADS>(query_tile, rows.from(qkv_at(call, sample, group, head % of_group)), first);
+    copy_rows<QUERIES, DIM, THREADS>(
+        query_tile, rows.from(qkv_at(call, sample, group, head % of_group)), first);
     copy_rows<KEYS, DIM, THREADS>(key_tile, keys, key);
     copies_commit();
 
@@ -75,25 +82,27 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
     softmax.end(call, sample, head, own, DROP ? call.kept : 1.0f, lse, factors);
     // The warp's own rows of queries are not needed any more.
     const Rows to{nullptr, out_stride(call), call.s, call.head_dim, call.aligned != 0};
-    store_fragments<E, DIM, M>(out + out_at(call, sample, head), to, own, query_tile + in_tile * ROW<DIM>, gathered, factors);
+    store_fragments<E, DIM, M>(out + out_at(call, sample, head), to, own,
+        query_tile + in_tile * ROW<DIM>, gathered, factors);
 }
 
 } // namespace
 
-#define FORWARD(NAME, E, DIM, WARPS, M, KEYS, DROP)                                                                    \
-    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *qkv, uint16_t *out, float *lse) { \
-        forward<E, DIM, WARPS, M, KEYS, DROP>(call, qkv, out, lse);                                                    \
+#define FORWARD(NAME, E, DIM, WARPS, M, KEYS, DROP)                                                \
+    KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *qkv,          \
+        uint16_t *out, float *lse) {                                                               \
+        forward<E, DIM, WARPS, M, KEYS, DROP>(call, qkv, out, lse);                                \
     }
 
 // Random words want registers, too: under dropout tiles have fewer keys.
-#define FORWARDS(NAME, E)                                             \
-    FORWARD(attention_forward_##NAME, E, 64, 4, 2, 64, false)         \
-    FORWARD(attention_forward_##NAME, E, 96, 4, 2, 64, false)         \
-    FORWARD(attention_forward_##NAME, E, 128, 4, 2, 64, false)        \
-    FORWARD(attention_forward_##NAME, E, 256, 8, 1, 32, false)        \
-    FORWARD(attention_forward_dropout_##NAME, E, 64, 4, 2, 32, true)  \
-    FORWARD(attention_forward_dropout_##NAME, E, 96, 4, 2, 32, true)  \
-    FORWARD(attention_forward_dropout_##NAME, E, 128, 4, 2, 32, true) \
+#define FORWARDS(NAME, E)                                                                          \
+    FORWARD(attention_forward_##NAME, E, 64, 4, 2, 64, false)                                      \
+    FORWARD(attention_forward_##NAME, E, 96, 4, 2, 64, false)                                      \
+    FORWARD(attention_forward_##NAME, E, 128, 4, 2, 64, false)                                     \
+    FORWARD(attention_forward_##NAME, E, 256, 8, 1, 32, false)                                     \
+    FORWARD(attention_forward_dropout_##NAME, E, 64, 4, 2, 32, true)                               \
+    FORWARD(attention_forward_dropout_##NAME, E, 96, 4, 2, 32, true)                               \
+    FORWARD(attention_forward_dropout_##NAME, E, 128, 4, 2, 32, true)                              \
     FORWARD(attention_forward_dropout_##NAME, E, 256, 8, 1, 32, true)
 
 FORWARDS(bf16, Bf16)

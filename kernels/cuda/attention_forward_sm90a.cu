@@ -29,7 +29,8 @@ struct Block {
 /// Of a block, at multiples of 1024 bytes.
 template <int DIM>
 struct Shared {
-    static constexpr uint32_t STAGES = Block<DIM>::STAGES, TILE = Tile<KEYS, DIM>::BYTES, OF_QUERIES = Tile<Block<DIM>::QUERIES, DIM>::BYTES;
+    static constexpr uint32_t STAGES = Block<DIM>::STAGES, TILE = Tile<KEYS, DIM>::BYTES,
+                              OF_QUERIES = Tile<Block<DIM>::QUERIES, DIM>::BYTES;
     unsigned char *queries, *out, *keys, *values;
     uint64_t *queries_full, *queries_empty, *keys_full, *keys_empty, *values_full, *values_empty;
     /// Which piece of work the queries are of.
@@ -56,7 +57,8 @@ using Work = QueryWork<Block<DIM>::QUERIES, KEYS>;
 /// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first`
 /// on.
 template <int DIM, int ROWS>
-DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
+DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part,
+    uint32_t sample, uint64_t *full) {
     barrier_expect(full, Tile<ROWS, DIM>::BYTES);
     copy_tile<ROWS, DIM, Block<DIM>::BOX>(to, map, first, part, sample, full);
 }
@@ -65,8 +67,8 @@ DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint3
 /// copies: what a warp has in common lies in uniform registers, without which the 24 of each thread
 /// do not do.
 template <int DIM>
-DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared, uint32_t *next, uint32_t tiles, uint32_t all,
-                    uint32_t section) {
+DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared,
+    uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
     const bool first = threadIdx.x == 0;
     Turn<Block<DIM>::STAGES> turn;
     for (uint32_t parity = 1;; parity ^= 1) {
@@ -77,20 +79,23 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
         if (first) *shared.number = number;
         if (number >= all) break;
         const Work<DIM> work(call, number, tiles, section);
-        const uint32_t of_group = call.heads_per_group, group = work.head / of_group, parts = group * (of_group + 2);
+        const uint32_t of_group = call.heads_per_group, group = work.head / of_group,
+                       parts = group * (of_group + 2);
         if (first)
-            fetch<DIM, Block<DIM>::QUERIES>(shared.queries, map, work.first, parts + work.head % of_group, work.sample, shared.queries_full);
+            fetch<DIM, Block<DIM>::QUERIES>(shared.queries, map, work.first,
+                parts + work.head % of_group, work.sample, shared.queries_full);
         const uint32_t end = work.end();
 #pragma unroll 1
         for (uint32_t tile = work.begin(call); tile < end; tile++, turn.count++) {
             const uint32_t slot = turn.slot(), empty = turn.parity() ^ 1;
             barrier_wait(shared.keys_empty + slot, empty);
             if (first)
-                fetch<DIM, KEYS>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group, work.sample, shared.keys_full + slot);
+                fetch<DIM, KEYS>(shared.keys + slot * Shared<DIM>::TILE, map, tile * KEYS,
+                    parts + of_group, work.sample, shared.keys_full + slot);
             barrier_wait(shared.values_empty + slot, empty);
             if (first)
-                fetch<DIM, KEYS>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS, parts + of_group + 1, work.sample,
-                                 shared.values_full + slot);
+                fetch<DIM, KEYS>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS,
+                    parts + of_group + 1, work.sample, shared.values_full + slot);
             __syncwarp(); // none waits for a phase that the first thread has left behind
         }
     }
@@ -113,21 +118,25 @@ struct Consumer {
     uint32_t weights[KEYS / 16][4];
 
     __device__ __forceinline__ Consumer(const Attention &call, const Shared<DIM> &shared)
-        : call(call), shared(shared), which(uniform(threadIdx.x / 128) - 1), warp(uniform(threadIdx.x / 32 % 4)) {
+        : call(call), shared(shared), which(uniform(threadIdx.x / 128) - 1),
+          warp(uniform(threadIdx.x / 32 % 4)) {
         if (which == Block<DIM>::CONSUMERS - 1) some_come(1, 256); // the first one begins
     }
 
     /// Every tile is a turn of every warpgroup, one after the other.
     __device__ __forceinline__ void await_turn() { some_wait(1 + which, 256); }
-    __device__ __forceinline__ void end_turn() { some_come(which == Block<DIM>::CONSUMERS - 1 ? 1 : 2 + which, 256); }
+    __device__ __forceinline__ void end_turn() {
+        some_come(which == Block<DIM>::CONSUMERS - 1 ? 1 : 2 + which, 256);
+    }
 
     /// Begins the scores of the present tile.
     __device__ __forceinline__ void begin_scores() {
         barrier_wait(shared.keys_full + turn.slot(), turn.parity());
         await_turn();
         products_begin();
-        multiply_rows<E, DIM, QUERIES, KEYS>(scores[0], shared_address(shared.queries) + which * OWN * SWIZZLED_ROW,
-                                             shared_address(shared.keys + turn.slot() * TILE));
+        multiply_rows<E, DIM, QUERIES, KEYS>(scores[0],
+            shared_address(shared.queries) + which * OWN * SWIZZLED_ROW,
+            shared_address(shared.keys + turn.slot() * TILE));
         products_commit();
     }
 
@@ -137,7 +146,8 @@ struct Consumer {
         products_touch(weights);
         products_touch(gathered[0]);
         products_begin();
-        multiply_weights<E, DIM, KEYS>(gathered[0], weights, shared_address(shared.values + slot * TILE));
+        multiply_weights<E, DIM, KEYS>(
+            gathered[0], weights, shared_address(shared.values + slot * TILE));
         products_commit();
     }
 
@@ -162,8 +172,10 @@ struct Consumer {
     }
 
     /// A piece of work of which these queries from `own` on, and at least one of them, are a part.
-    __device__ __forceinline__ void compute(const Work<DIM> &work, uint32_t own, uint16_t *out, float *lse) {
-        const uint32_t end_query = min(own + OWN, work.end_query), seen_by_all = uniform(first_key(call, work.sample, end_query - 1));
+    __device__ __forceinline__ void compute(
+        const Work<DIM> &work, uint32_t own, uint16_t *out, float *lse) {
+        const uint32_t end_query = min(own + OWN, work.end_query),
+                       seen_by_all = uniform(first_key(call, work.sample, end_query - 1));
         const uint32_t begin = uniform(work.begin(call)), end = (end_query - 1) / KEYS + 1;
         // No tile before those that are copied, should the table fall.
         const uint32_t first = max(begin, uniform(first_key(call, work.sample, own) / KEYS));
@@ -177,7 +189,8 @@ struct Consumer {
             release(shared.keys_empty + turn.slot());
             // Some query of this warpgroup does not see all keys of the tile.
             const bool edge = (tile + 1) * KEYS > own + 1 || seen_by_all > tile * KEYS;
-            return softmax.raise(call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
+            return softmax.raise(
+                call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
         };
 
         pass(first - begin);
@@ -195,12 +208,14 @@ struct Consumer {
             products_wait<1>();
             const float scale = raise(tile);
             if constexpr (GATHERED_SOON) {
-                computed_before_wait(softmax.maxima[0][0] + softmax.maxima[0][1], shared_address(shared.queries));
+                computed_before_wait(
+                    softmax.maxima[0][0] + softmax.maxima[0][1], shared_address(shared.queries));
                 end_gathering(slot);
                 softmax.weigh(scale, scores, corrections);
             } else {
                 softmax.weigh(scale, scores, corrections);
-                computed_before_wait(softmax.sums[0][0] + softmax.sums[0][1], shared_address(shared.queries));
+                computed_before_wait(
+                    softmax.sums[0][0] + softmax.sums[0][1], shared_address(shared.queries));
                 end_gathering(slot);
             }
             correct(gathered, corrections);
@@ -211,7 +226,8 @@ struct Consumer {
         begin_gathering(slot, turn.parity());
         turn.count++;
         // Not so many that the last one would wait for the place of what is being gathered.
-        static_assert(QUERIES - OWN <= KEYS * (Block<DIM>::STAGES - 1), "tiles to pass while values are gathered");
+        static_assert(QUERIES - OWN <= KEYS * (Block<DIM>::STAGES - 1),
+            "tiles to pass while values are gathered");
         pass(work.end() - end);
         end_gathering(slot);
 
@@ -220,10 +236,11 @@ struct Consumer {
         softmax.end(call, work.sample, work.head, rows, 1.0f, lse, factors);
         uint16_t *const to = out + out_at(call, work.sample, work.head) + rows * out_stride(call);
         store_warp<E, QUERIES, DIM>(to, out_stride(call), rows < call.s ? call.s - rows : 0,
-                                    shared.out + (which * OWN + warp * 16) * SWIZZLED_ROW, gathered[0], factors[0]);
+            shared.out + (which * OWN + warp * 16) * SWIZZLED_ROW, gathered[0], factors[0]);
     }
 
-    __device__ __forceinline__ void consume(uint16_t *out, float *lse, uint32_t tiles, uint32_t all, uint32_t section) {
+    __device__ __forceinline__ void consume(
+        uint16_t *out, float *lse, uint32_t tiles, uint32_t all, uint32_t section) {
         for (uint32_t taken = 0;; taken++) {
             barrier_wait(shared.queries_full, taken % 2);
             const uint32_t number = uniform(*shared.number);
@@ -241,10 +258,12 @@ struct Consumer {
 };
 
 template <class E, int DIM>
-DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, float *lse, uint32_t *next, uint32_t section) {
+DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, float *lse,
+    uint32_t *next, uint32_t section) {
     DYNAMIC_SHARED(memory);
     const Shared<DIM> shared(memory);
-    const uint32_t tiles = (call.s + Block<DIM>::QUERIES - 1) / Block<DIM>::QUERIES, all = tiles * call.groups * call.heads_per_group * call.b;
+    const uint32_t tiles = (call.s + Block<DIM>::QUERIES - 1) / Block<DIM>::QUERIES,
+                   all = tiles * call.groups * call.heads_per_group * call.b;
     if (threadIdx.x == 0) {
         constexpr uint32_t WARPS = 4 * Block<DIM>::CONSUMERS;
         fetch_map(map);
@@ -270,10 +289,11 @@ DEVICE void forward(const Attention &call, const TensorMap *map, uint16_t *out, 
 
 } // namespace
 
-#define FORWARD(NAME, E, DIM)                                                                                                          \
-    KERNEL_BOUNDS(Block<DIM>::THREADS, 1, attention_forward_sm90a_##NAME##_##DIM, const __grid_constant__ TensorMap map, const Attention call,     \
-                  uint16_t *out, float *lse, uint32_t *next, uint32_t section) {                                                       \
-        forward<E, DIM>(call, &map, out, lse, next, section);                                                                          \
+#define FORWARD(NAME, E, DIM)                                                                      \
+    KERNEL_BOUNDS(Block<DIM>::THREADS, 1, attention_forward_sm90a_##NAME##_##DIM,                  \
+        const __grid_constant__ TensorMap map, const Attention call, uint16_t *out, float *lse,    \
+        uint32_t *next, uint32_t section) {                                                        \
+        forward<E, DIM>(call, &map, out, lse, next, section);                                      \
     }
 
 FORWARD(bf16, Bf16, 64)

@@ -4,15 +4,16 @@
 // order, and added to the gradient. Both orders depend on the shape alone.
 #include "device.cuh"
 
-constexpr int LANES = 32;   // of a block, next to each other in a row
-constexpr int SLICES = 8;   // of a block that sums rows, with every eighth row each
-constexpr int GROUPS = 32;  // of a block that adds up shares, with every 32nd share each
-constexpr int FLIGHT = 8;   // loads that a thread waits for together
+constexpr int LANES = 32;  // of a block, next to each other in a row
+constexpr int SLICES = 8;  // of a block that sums rows, with every eighth row each
+constexpr int GROUPS = 32; // of a block that adds up shares, with every 32nd share each
+constexpr int FLIGHT = 8;  // loads that a thread waits for together
 
 // partials[share][c] = Σ x[row][c] over the rows of the share; x is [rows, n]. A thread takes V
 // neighbouring columns.
 template <class T, int V, class Load>
-DEVICE void column_sums(const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share, Load load) {
+DEVICE void column_sums(
+    const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share, Load load) {
     SHARED(float, sums, [SLICES][V][LANES]);
     const uint32_t lane = threadIdx.x % LANES, slice = threadIdx.x / LANES;
     const uint32_t c = (blockIdx.x * LANES + lane) * V;
@@ -26,7 +27,8 @@ DEVICE void column_sums(const T *x, float *partials, uint32_t rows, uint32_t n, 
             decltype(load(at)) in[FLIGHT];
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++)
-                if (row + f * SLICES < last) in[f] = load(at + static_cast<uint64_t>(row + f * SLICES) * n);
+                if (row + f * SLICES < last)
+                    in[f] = load(at + static_cast<uint64_t>(row + f * SLICES) * n);
 #pragma unroll
             for (int f = 0; f < FLIGHT; f++) {
                 if (row + f * SLICES >= last) break;
@@ -58,14 +60,16 @@ struct One {
 
 // first[c] += Σ partials[p][c] for c < n, and second[c − n] += for those from n on; partials is
 // [shares, width], in f32.
-DEVICE void add_up(const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
+DEVICE void add_up(const float *partials, float *first, float *second, uint32_t shares,
+    uint32_t width, uint32_t n) {
     SHARED(float, sums, [GROUPS][LANES]);
     const uint32_t lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const uint32_t c = blockIdx.x * LANES + lane;
     float sum = 0.0f;
     if (c < width) {
 #pragma unroll 8
-        for (uint32_t p = group; p < shares; p += GROUPS) sum += partials[static_cast<uint64_t>(p) * width + c];
+        for (uint32_t p = group; p < shares; p += GROUPS)
+            sum += partials[static_cast<uint64_t>(p) * width + c];
     }
     sums[group][lane] = sum;
     __syncthreads();
@@ -77,15 +81,20 @@ DEVICE void add_up(const float *partials, float *first, float *second, uint32_t 
     *out += total;
 }
 
-#define KERNELS(T, suffix)                                                                                                \
-    KERNEL_BOUNDS(256, 3, column_sums_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) { \
-        column_sums<T, VECTOR<T>>(x, partials, rows, n, share, [](const T *at) { return load_vector(at); });              \
-    }                                                                                                                     \
-    KERNEL(column_sums_any_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share) {            \
-        column_sums<T, 1>(x, partials, rows, n, share, [](const T *at) { return One{to_float(*at)}; });                   \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL_BOUNDS(256, 3, column_sums_##suffix, const T *x, float *partials, uint32_t rows,        \
+        uint32_t n, uint32_t share) {                                                              \
+        column_sums<T, VECTOR<T>>(                                                                 \
+            x, partials, rows, n, share, [](const T *at) { return load_vector(at); });             \
+    }                                                                                              \
+    KERNEL(column_sums_any_##suffix, const T *x, float *partials, uint32_t rows, uint32_t n,       \
+        uint32_t share) {                                                                          \
+        column_sums<T, 1>(                                                                         \
+            x, partials, rows, n, share, [](const T *at) { return One{to_float(*at)}; });          \
     }
 FOR_DTYPES(KERNELS)
 
-KERNEL_BOUNDS(1024, 1, add_shares, const float *partials, float *first, float *second, uint32_t shares, uint32_t width, uint32_t n) {
+KERNEL_BOUNDS(1024, 1, add_shares, const float *partials, float *first, float *second,
+    uint32_t shares, uint32_t width, uint32_t n) {
     add_up(partials, first, second, shares, width, n);
 }

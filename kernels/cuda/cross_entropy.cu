@@ -46,7 +46,7 @@ struct Row {
 // vectors that it waits for together.
 template <class T, bool VECTORS, int FLIGHT>
 DEVICE Row read_row(const T *l, uint32_t valid) {
-    constexpr int V = VECTOR<T>, GROUP = 16 / V;  // vectors added at once
+    constexpr int V = VECTOR<T>, GROUP = 16 / V; // vectors added at once
     static_assert(FLIGHT % GROUP == 0, "whole groups");
     SHARED(float, slots, [2][32]);
     Online own;
@@ -85,7 +85,8 @@ DEVICE Row read_row(const T *l, uint32_t valid) {
     }
     const float largest = over_block<Max>(own.largest, slots[0]);
     // Where every logit is −∞, or one is +∞, the sum is no number.
-    const float mine = own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, exponential(own.largest - largest));
+    const float mine =
+        own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, exponential(own.largest - largest));
     const float sum = over_block<Add>(mine, slots[1]);
     return {largest, valid > 0 && largest == -INFINITY ? NAN : sum};
 }
@@ -98,8 +99,8 @@ DEVICE uint32_t target_column(uint32_t target, uint32_t first_column, uint32_t v
 // max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row]
 // = l_target − max, or 0 where the target is not one of them. A row to a block.
 template <class T, bool VECTORS>
-DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums, uint32_t rows, uint32_t v, uint32_t first_column,
-                           uint32_t valid) {
+DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums,
+    uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {
     const uint32_t row = blockIdx.x;
     const T *l = logits + static_cast<uint64_t>(row) * v;
     const Row of = read_row<T, VECTORS, 16 / VECTOR<T>>(l, valid);
@@ -111,13 +112,14 @@ DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max,
 }
 
 // Moves sums from own maxima to those of all ranks.
-DEVICE void move_sums(float *sums, const float *own, const float *all, const uint32_t *targets, uint32_t rows, uint32_t first_column,
-                      uint32_t valid) {
+DEVICE void move_sums(float *sums, const float *own, const float *all, const uint32_t *targets,
+    uint32_t rows, uint32_t first_column, uint32_t valid) {
     const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     // Of no column the sum is 0, and its maximum −∞.
     if (own[row] > -INFINITY) sums[row] *= exponential(own[row] - all[row]);
-    if (targets[row] >= first_column && targets[row] - first_column < valid) sums[rows + row] += own[row] - all[row];
+    if (targets[row] >= first_column && targets[row] - first_column < valid)
+        sums[rows + row] += own[row] - all[row];
 }
 
 // total += Σ mask·(ln(Σ exp) − target) over the rows, in f64, in an order that their number alone
@@ -126,7 +128,9 @@ DEVICE void sum_losses(double *total, const float *sums, const float *mask, uint
     SHARED(double, own, [256]);
     double sum = 0.0;
     for (uint32_t row = threadIdx.x; row < rows; row += blockDim.x)
-        if (mask[row] != 0.0f) sum += static_cast<double>(logf(sums[row]) - sums[rows + row]) * static_cast<double>(mask[row]);
+        if (mask[row] != 0.0f)
+            sum += static_cast<double>(logf(sums[row]) - sums[rows + row]) *
+                   static_cast<double>(mask[row]);
     own[threadIdx.x] = sum;
     __syncthreads();
     for (uint32_t half = blockDim.x / 2; half > 0; half /= 2) {
@@ -152,30 +156,36 @@ struct Gradient {
 
     // Whether `count` columns are neither the target nor padding, as nearly all are: then shares
     // are all of it.
-    DEVICE bool plain(uint32_t column, uint32_t count) const { return column + count <= valid && target - column >= count; }
+    DEVICE bool plain(uint32_t column, uint32_t count) const {
+        return column + count <= valid && target - column >= count;
+    }
 };
 
 // The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row
 // blockIdx.y. May be in place.
 template <class In, class Out, bool VECTORS>
-DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const float *sum_exp, const uint32_t *targets, const float *row_scale,
-                     uint32_t v, uint32_t first_column, uint32_t valid) {
+DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const float *sum_exp,
+    const uint32_t *targets, const float *row_scale, uint32_t v, uint32_t first_column,
+    uint32_t valid) {
     constexpr int V = VECTOR<Out>, LOADS = V / VECTOR<In>;
     const uint32_t row = blockIdx.x, at = (blockIdx.y * blockDim.x + threadIdx.x) * V;
     if (at >= v) return;
     const In *l = logits + static_cast<uint64_t>(row) * v + at;
     Out *d = dlogits + static_cast<uint64_t>(row) * v + at;
     const float scale = row_scale[row];
-    const Gradient of{max[row], scale / sum_exp[row], scale, target_column(targets[row], first_column, valid), valid};
+    const Gradient of{max[row], scale / sum_exp[row], scale,
+        target_column(targets[row], first_column, valid), valid};
     if (VECTORS) {
         Vector<In> in[LOADS];
 #pragma unroll
         for (int i = 0; i < LOADS; i++) in[i] = load_own(l + i * VECTOR<In>);
         const auto logit = [&](int i) { return in[i / VECTOR<In>][i % VECTOR<In>]; };
-        store_vector(d, of.plain(at, V) ? Vector<Out>::of([&](int i) { return of.share(logit(i)); })
-                                        : Vector<Out>::of([&](int i) { return of(logit(i), at + i); }));
+        store_vector(d, of.plain(at, V)
+                            ? Vector<Out>::of([&](int i) { return of.share(logit(i)); })
+                            : Vector<Out>::of([&](int i) { return of(logit(i), at + i); }));
     } else {
-        for (int i = 0; i < V && at + i < v; i++) d[i] = from_float<Out>(of(to_float(l[i]), at + i));
+        for (int i = 0; i < V && at + i < v; i++)
+            d[i] = from_float<Out>(of(to_float(l[i]), at + i));
     }
 }
 
@@ -194,9 +204,9 @@ DEVICE void stream_four(T *at, const Vector<T> &v) {
 // second reading goes backwards, so that of a row that is too long for a cache the end, which is
 // there, is read before it is pushed out; what it has read and what it writes may go first.
 template <class Out, int FLIGHT>
-DEVICE void row_at_once(const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, uint32_t rows, uint32_t v,
-                        uint32_t first_column, uint32_t valid) {
-    constexpr uint32_t AGAIN = 4;  // vectors in flight of the second reading, which waits less
+DEVICE void row_at_once(const float *logits, const uint32_t *targets, const float *row_scale,
+    Out *dlogits, float *sums, uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {
+    constexpr uint32_t AGAIN = 4; // vectors in flight of the second reading, which waits less
     const uint32_t row = blockIdx.x;
     const float *l = logits + static_cast<uint64_t>(row) * v;
     Out *d = dlogits + static_cast<uint64_t>(row) * v;
@@ -216,48 +226,59 @@ DEVICE void row_at_once(const float *logits, const uint32_t *targets, const floa
         Vector<float> in[AGAIN];
 #pragma unroll
         for (uint32_t f = 0; f < AGAIN; f++)
-            if (f < left) in[f] = {__ldcs(reinterpret_cast<const uint4 *>(l + column(left - 1 - f)))};
+            if (f < left)
+                in[f] = {__ldcs(reinterpret_cast<const uint4 *>(l + column(left - 1 - f)))};
 #pragma unroll
         for (uint32_t f = 0; f < AGAIN; f++) {
             if (f >= left) break;
             const uint32_t at = column(left - 1 - f);
-            stream_four(d + at, of.plain(at, 4) ? Vector<Out>::of([&](int i) { return i < 4 ? of.share(in[f][i & 3]) : 0.0f; })
-                                                : Vector<Out>::of([&](int i) { return i < 4 ? of(in[f][i & 3], at + i) : 0.0f; }));
+            stream_four(d + at,
+                of.plain(at, 4)
+                    ? Vector<Out>::of([&](int i) { return i < 4 ? of.share(in[f][i & 3]) : 0.0f; })
+                    : Vector<Out>::of(
+                          [&](int i) { return i < 4 ? of(in[f][i & 3], at + i) : 0.0f; }));
         }
     }
 }
 
-#define STATISTICS(name, T, VECTORS)                                                                                                  \
-    KERNEL_BOUNDS(512, 3, name, const T *logits, const uint32_t *targets, float *max, float *sums, uint32_t rows, uint32_t v,         \
-                  uint32_t first_column, uint32_t valid) {                                                                            \
-        row_statistics<T, VECTORS>(logits, targets, max, sums, rows, v, first_column, valid);                                         \
+#define STATISTICS(name, T, VECTORS)                                                               \
+    KERNEL_BOUNDS(512, 3, name, const T *logits, const uint32_t *targets, float *max, float *sums, \
+        uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {                        \
+        row_statistics<T, VECTORS>(logits, targets, max, sums, rows, v, first_column, valid);      \
     }
-#define GRADIENT(name, In, Out, VECTORS)                                                                                              \
-    KERNEL(name, const In *logits, Out *dlogits, const float *max, const float *sum_exp, const uint32_t *targets,                     \
-           const float *row_scale, uint32_t v, uint32_t first_column, uint32_t valid) {                                               \
-        gradient<In, Out, VECTORS>(logits, dlogits, max, sum_exp, targets, row_scale, v, first_column, valid);                        \
+#define GRADIENT(name, In, Out, VECTORS)                                                           \
+    KERNEL(name, const In *logits, Out *dlogits, const float *max, const float *sum_exp,           \
+        const uint32_t *targets, const float *row_scale, uint32_t v, uint32_t first_column,        \
+        uint32_t valid) {                                                                          \
+        gradient<In, Out, VECTORS>(                                                                \
+            logits, dlogits, max, sum_exp, targets, row_scale, v, first_column, valid);            \
     }
 // So many blocks have room on a multiprocessor, by their registers: with 16 vectors in flight one,
 // with 8 two, with 4 three.
-#define AT_ONCE(name, Out, BLOCKS, FLIGHT)                                                                                            \
-    KERNEL_BOUNDS(512, BLOCKS, name, const float *logits, const uint32_t *targets, const float *row_scale, Out *dlogits, float *sums, \
-                  uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {                                                 \
-        row_at_once<Out, FLIGHT>(logits, targets, row_scale, dlogits, sums, rows, v, first_column, valid);                            \
+#define AT_ONCE(name, Out, BLOCKS, FLIGHT)                                                         \
+    KERNEL_BOUNDS(512, BLOCKS, name, const float *logits, const uint32_t *targets,                 \
+        const float *row_scale, Out *dlogits, float *sums, uint32_t rows, uint32_t v,              \
+        uint32_t first_column, uint32_t valid) {                                                   \
+        row_at_once<Out, FLIGHT>(                                                                  \
+            logits, targets, row_scale, dlogits, sums, rows, v, first_column, valid);              \
     }
-#define KERNELS(T, suffix)                                                         \
-    AT_ONCE(cross_entropy_at_once1_##suffix, T, 1, 16)                             \
-    AT_ONCE(cross_entropy_at_once2_##suffix, T, 2, 8)                              \
-    AT_ONCE(cross_entropy_at_once3_##suffix, T, 3, 4)                              \
-    STATISTICS(row_statistics_##suffix, T, true)                                   \
-    STATISTICS(row_statistics_any_##suffix, T, false)                              \
-    GRADIENT(cross_entropy_backward_##suffix, T, T, true)                          \
-    GRADIENT(cross_entropy_backward_any_##suffix, T, T, false)                     \
-    GRADIENT(cross_entropy_backward_into_##suffix, float, T, true)                 \
+#define KERNELS(T, suffix)                                                                         \
+    AT_ONCE(cross_entropy_at_once1_##suffix, T, 1, 16)                                             \
+    AT_ONCE(cross_entropy_at_once2_##suffix, T, 2, 8)                                              \
+    AT_ONCE(cross_entropy_at_once3_##suffix, T, 3, 4)                                              \
+    STATISTICS(row_statistics_##suffix, T, true)                                                   \
+    STATISTICS(row_statistics_any_##suffix, T, false)                                              \
+    GRADIENT(cross_entropy_backward_##suffix, T, T, true)                                          \
+    GRADIENT(cross_entropy_backward_any_##suffix, T, T, false)                                     \
+    GRADIENT(cross_entropy_backward_into_##suffix, float, T, true)                                 \
     GRADIENT(cross_entropy_backward_into_any_##suffix, float, T, false)
 FOR_DTYPES(KERNELS)
 
-KERNEL(add_losses, double *total, const float *sums, const float *mask, uint32_t rows) { sum_losses(total, sums, mask, rows); }
+KERNEL(add_losses, double *total, const float *sums, const float *mask, uint32_t rows) {
+    sum_losses(total, sums, mask, rows);
+}
 
-KERNEL(rebase, float *sums, const float *own, const float *all, const uint32_t *targets, uint32_t rows, uint32_t first_column, uint32_t valid) {
+KERNEL(rebase, float *sums, const float *own, const float *all, const uint32_t *targets,
+    uint32_t rows, uint32_t first_column, uint32_t valid) {
     move_sums(sums, own, all, targets, rows, first_column, valid);
 }

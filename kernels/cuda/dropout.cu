@@ -13,11 +13,11 @@ struct Mask {
     // two words of Philox's key, then of its counter; or, with step_and_samples, what they are made
     // of besides the step
     uint32_t key[4];
-    uint32_t threshold;   // words below are dropped; 0 where there is no mask
-    float scale;          // 1 / (1 − p)
-    uint64_t first;       // position of the first row in its sequence
+    uint32_t threshold; // words below are dropped; 0 where there is no mask
+    float scale;        // 1 / (1 − p)
+    uint64_t first;     // position of the first row in its sequence
     uint64_t seq_len;
-    uint64_t samples[SAMPLES];  // global numbers of samples first_sample and following
+    uint64_t samples[SAMPLES]; // global numbers of samples first_sample and following
     uint32_t first_sample, num_samples;
     // the training step and the samples' numbers, low words first, or null
     const uint2 *step_and_samples;
@@ -41,7 +41,8 @@ struct Mask {
     /// The words of four elements, the first of them number 4·block of its row; `key` is what was
     /// derived.
     DEVICE static uint4 words(const uint4 &key, uint64_t token, uint32_t block) {
-        const uint4 counter = make_uint4(static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key.z);
+        const uint4 counter = make_uint4(
+            static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key.z);
         return philox4x32(counter, make_uint2(key.x, key.y));
     }
 
@@ -49,12 +50,14 @@ struct Mask {
     DEVICE float keep(float x, uint32_t word) const { return word < threshold ? 0.0f : x * scale; }
 };
 
-DEVICE uint32_t word_of(const uint4 &words, int i) { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+DEVICE uint32_t word_of(const uint4 &words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 // Items are 16 bytes of a row each. Everything lies at multiples of 16 bytes.
 template <class T>
-DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t items, const Divider per_row, const Divider batch,
-                    const Mask &mask) {
+DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t items,
+    const Divider per_row, const Divider batch, const Mask &mask) {
     constexpr int V = VECTOR<T>;
     const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= items) return;
@@ -74,17 +77,17 @@ DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t
         for (int w = 0; w < V / 4; w++) words[w] = Mask::words(key, token, in_row * (V / 4) + w);
     }
     store_vector(y + at, Vector<T>::of([&](int i) {
-                     float v = bias ? in[i] + shift[i] : in[i];
-                     if (mask.threshold > 0) v = mask.keep(v, word_of(words[i / 4], i % 4));
-                     return residual ? v + around[i] : v;
-                 }));
+        float v = bias ? in[i] + shift[i] : in[i];
+        if (mask.threshold > 0) v = mask.keep(v, word_of(words[i / 4], i % 4));
+        return residual ? v + around[i] : v;
+    }));
 }
 
 // As `vectors`, for any width and alignment: items are four elements of a row, or what is left of
 // it.
 template <class T>
-DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h, const Divider per_row,
-                  const Divider batch, const Mask &mask) {
+DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h,
+    const Divider per_row, const Divider batch, const Mask &mask) {
     const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= items) return;
     uint32_t in_row = item;
@@ -107,13 +110,15 @@ DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t i
     }
 }
 
-#define KERNELS(T, suffix)                                                                                                           \
-    KERNEL(bias_dropout_add_##suffix, const T *x, const T *bias, const T *residual, T *y, uint32_t items, const Divider per_row,     \
-           const Divider batch, const __grid_constant__ Mask mask) {                                                                 \
-        vectors(x, bias, residual, y, items, per_row, batch, mask);                                                                  \
-    }                                                                                                                                \
-    KERNEL(bias_dropout_add_any_##suffix, const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h,            \
-           const Divider per_row, const Divider batch, const __grid_constant__ Mask mask) {                                          \
-        fours(x, bias, residual, y, items, h, per_row, batch, mask);                                                                 \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(bias_dropout_add_##suffix, const T *x, const T *bias, const T *residual, T *y,          \
+        uint32_t items, const Divider per_row, const Divider batch,                                \
+        const __grid_constant__ Mask mask) {                                                       \
+        vectors(x, bias, residual, y, items, per_row, batch, mask);                                \
+    }                                                                                              \
+    KERNEL(bias_dropout_add_any_##suffix, const T *x, const T *bias, const T *residual, T *y,      \
+        uint32_t items, uint32_t h, const Divider per_row, const Divider batch,                    \
+        const __grid_constant__ Mask mask) {                                                       \
+        fours(x, bias, residual, y, items, h, per_row, batch, mask);                               \
     }
 FOR_DTYPES(KERNELS)

@@ -10,7 +10,7 @@
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENT = 64;
-constexpr uint32_t TILE = 2048;  // tokens that a block sorts
+constexpr uint32_t TILE = 2048; // tokens that a block sorts
 
 /// The local row of an id, or `rows` if this rank does not have it.
 DEVICE uint32_t local_row(uint32_t id, uint32_t first_row, uint32_t rows) {
@@ -19,15 +19,18 @@ DEVICE uint32_t local_row(uint32_t id, uint32_t first_row, uint32_t rows) {
 
 // y [tokens, h] = rows of weight [rows, h], zeros for ids elsewhere. Items are V elements of a row.
 template <class T, bool VECTORS>
-DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows, const Divider per_row) {
+DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row,
+    uint32_t rows, const Divider per_row) {
     constexpr int V = VECTORS ? VECTOR<T> : 1;
     const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x;
     if (item >= items) return;
     uint32_t in_row = item;
     const uint32_t row = local_row(ids[per_row.split(in_row)], first_row, rows);
-    const uint64_t from = (static_cast<uint64_t>(row) * per_row.divisor + in_row) * V, to = static_cast<uint64_t>(item) * V;
+    const uint64_t from = (static_cast<uint64_t>(row) * per_row.divisor + in_row) * V,
+                   to = static_cast<uint64_t>(item) * V;
     if (VECTORS) {
-        store_vector(y + to, row < rows ? load_vector(weight + from) : Vector<T>{make_uint4(0, 0, 0, 0)});
+        store_vector(
+            y + to, row < rows ? load_vector(weight + from) : Vector<T>{make_uint4(0, 0, 0, 0)});
     } else {
         y[to] = row < rows ? weight[from] : from_float<T>(0.0f);
     }
@@ -36,11 +39,15 @@ DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, u
 // Keys of the tokens of tile blockIdx.x, ascending: a token's row, and below that its number, so
 // that no two are equal. A bitonic sort (Batcher 1968) by half as many threads as a tile has
 // tokens; a last tile with fewer is filled up with what comes behind every key.
-DEVICE void sort_tile(const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
+DEVICE void sort_tile(
+    const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
     SHARED(uint64_t, tile, [TILE]);
     const uint32_t first = blockIdx.x * TILE, size = min(TILE, n - first), t = threadIdx.x;
     for (uint32_t j = t; j < TILE; j += TILE / 2)
-        tile[j] = j < size ? static_cast<uint64_t>(local_row(ids[first + j], first_row, rows)) << 32 | (first + j) : ~uint64_t(0);
+        tile[j] = j < size
+                      ? static_cast<uint64_t>(local_row(ids[first + j], first_row, rows)) << 32 |
+                            (first + j)
+                      : ~uint64_t(0);
     for (uint32_t length = 2; length <= TILE; length *= 2) {
         for (uint32_t distance = length / 2; distance > 0; distance /= 2) {
             __syncthreads();
@@ -105,7 +112,9 @@ DEVICE void find_starts(const uint32_t *sorted, uint32_t *starts, uint32_t n) {
 
 /// Where the sum of a segment that is not its row's only one waits. Full segments begin at least 64
 /// places apart, and so do those that end a run after full ones.
-DEVICE uint64_t slot(uint32_t place, uint32_t length) { return place / SEGMENT * 2 + (length < SEGMENT); }
+DEVICE uint64_t slot(uint32_t place, uint32_t length) {
+    return place / SEGMENT * 2 + (length < SEGMENT);
+}
 
 /// V elements of T, in f32.
 template <class T, int V>
@@ -153,7 +162,9 @@ struct Few {
             *at = value[0];
         } else {
 #pragma unroll
-            for (int v = 0; v < V / 4; v++) store_vector(at + 4 * v, Vector<float>::of([&](int i) { return value[4 * v + i]; }));
+            for (int v = 0; v < V / 4; v++)
+                store_vector(
+                    at + 4 * v, Vector<float>::of([&](int i) { return value[4 * v + i]; }));
         }
     }
 };
@@ -161,8 +172,9 @@ struct Few {
 // Sums the segment that begins at place blockIdx.x, if one does: into its row of dweight, or into
 // its slot of `partials` where the row has more segments.
 template <class T, int V>
-DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts, float *dweight, float *partials,
-                        uint32_t n, uint32_t h, uint32_t rows) {
+DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *order,
+    const uint32_t *starts, float *dweight, float *partials, uint32_t n, uint32_t h,
+    uint32_t rows) {
     SHARED(uint32_t, tokens, [SEGMENT]);
     const uint32_t place = blockIdx.x, start = starts[place], row = sorted[place], t = threadIdx.x;
     if ((place - start) % SEGMENT != 0 || row == rows) return;
@@ -170,11 +182,13 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
     if (mine) tokens[t] = order[place + t];
     const uint32_t length = __syncthreads_count(mine);
     const bool alone = place == start && !(place + SEGMENT < n && starts[place + SEGMENT] == start);
-    float *to = alone ? dweight + static_cast<uint64_t>(row) * h : partials + slot(place, length) * h;
+    float *to =
+        alone ? dweight + static_cast<uint64_t>(row) * h : partials + slot(place, length) * h;
     for (uint32_t c = t * V; c < h; c += blockDim.x * V) {
         Few<T, V> sum = alone ? Few<T, V>::own(to + c) : Few<T, V>::zero();
 #pragma unroll 4
-        for (uint32_t k = 0; k < length; k++) sum.add(dy + static_cast<uint64_t>(tokens[k]) * h + c);
+        for (uint32_t k = 0; k < length; k++)
+            sum.add(dy + static_cast<uint64_t>(tokens[k]) * h + c);
         sum.store(to + c);
     }
 }
@@ -182,10 +196,12 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
 // Adds the segments' sums to dweight's row, of a run of more than one. Such a run has a place that
 // is a multiple of SEGMENT among its first ones: blockIdx.x is the number of that multiple.
 template <int V>
-DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
-                          uint32_t rows) {
+DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight,
+    const float *partials, uint32_t n, uint32_t h, uint32_t rows) {
     const uint32_t here = blockIdx.x * SEGMENT, start = starts[here], row = sorted[start];
-    if (here - start >= SEGMENT || row == rows || start + SEGMENT >= n || starts[start + SEGMENT] != start) return;
+    if (here - start >= SEGMENT || row == rows || start + SEGMENT >= n ||
+        starts[start + SEGMENT] != start)
+        return;
     float *to = dweight + static_cast<uint64_t>(row) * h;
     for (uint32_t c = threadIdx.x * V; c < h; c += blockDim.x * V) {
         Few<float, V> sum = Few<float, V>::own(to + c);
@@ -197,35 +213,42 @@ DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float 
     }
 }
 
-#define KERNELS(T, suffix)                                                                                                          \
-    KERNEL(embedding_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows,       \
-           const Divider per_row) {                                                                                                 \
-        lookup<T, true>(ids, weight, y, items, first_row, rows, per_row);                                                           \
-    }                                                                                                                               \
-    KERNEL(embedding_any_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row, uint32_t rows,   \
-           const Divider per_row) {                                                                                                 \
-        lookup<T, false>(ids, weight, y, items, first_row, rows, per_row);                                                          \
-    }                                                                                                                               \
-    KERNEL(embedding_sum_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts,              \
-           float *dweight, float *partials, uint32_t n, uint32_t h, uint32_t rows) {                                                \
-        sum_segment<T, VECTOR<T>>(dy, sorted, order, starts, dweight, partials, n, h, rows);                                        \
-    }                                                                                                                               \
-    KERNEL(embedding_sum_any_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order, const uint32_t *starts,          \
-           float *dweight, float *partials, uint32_t n, uint32_t h, uint32_t rows) {                                                \
-        sum_segment<T, 1>(dy, sorted, order, starts, dweight, partials, n, h, rows);                                                \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(embedding_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items,         \
+        uint32_t first_row, uint32_t rows, const Divider per_row) {                                \
+        lookup<T, true>(ids, weight, y, items, first_row, rows, per_row);                          \
+    }                                                                                              \
+    KERNEL(embedding_any_##suffix, const uint32_t *ids, const T *weight, T *y, uint32_t items,     \
+        uint32_t first_row, uint32_t rows, const Divider per_row) {                                \
+        lookup<T, false>(ids, weight, y, items, first_row, rows, per_row);                         \
+    }                                                                                              \
+    KERNEL(embedding_sum_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order,     \
+        const uint32_t *starts, float *dweight, float *partials, uint32_t n, uint32_t h,           \
+        uint32_t rows) {                                                                           \
+        sum_segment<T, VECTOR<T>>(dy, sorted, order, starts, dweight, partials, n, h, rows);       \
+    }                                                                                              \
+    KERNEL(embedding_sum_any_##suffix, const T *dy, const uint32_t *sorted, const uint32_t *order, \
+        const uint32_t *starts, float *dweight, float *partials, uint32_t n, uint32_t h,           \
+        uint32_t rows) {                                                                           \
+        sum_segment<T, 1>(dy, sorted, order, starts, dweight, partials, n, h, rows);               \
     }
 FOR_DTYPES(KERNELS)
 
-KERNEL_BOUNDS(1024, 1, embedding_sort, const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
+KERNEL_BOUNDS(1024, 1, embedding_sort, const uint32_t *ids, uint64_t *keys, uint32_t n,
+    uint32_t first_row, uint32_t rows) {
     sort_tile(ids, keys, n, first_row, rows);
 }
-KERNEL(embedding_place, const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) { place(keys, sorted, order, n); }
-KERNEL(embedding_starts, const uint32_t *sorted, uint32_t *starts, uint32_t n) { find_starts(sorted, starts, n); }
-KERNEL(embedding_join, const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
-       uint32_t rows) {
+KERNEL(embedding_place, const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) {
+    place(keys, sorted, order, n);
+}
+KERNEL(embedding_starts, const uint32_t *sorted, uint32_t *starts, uint32_t n) {
+    find_starts(sorted, starts, n);
+}
+KERNEL(embedding_join, const uint32_t *sorted, const uint32_t *starts, float *dweight,
+    const float *partials, uint32_t n, uint32_t h, uint32_t rows) {
     join_segments<4>(sorted, starts, dweight, partials, n, h, rows);
 }
-KERNEL(embedding_join_any, const uint32_t *sorted, const uint32_t *starts, float *dweight, const float *partials, uint32_t n, uint32_t h,
-       uint32_t rows) {
+KERNEL(embedding_join_any, const uint32_t *sorted, const uint32_t *starts, float *dweight,
+    const float *partials, uint32_t n, uint32_t h, uint32_t rows) {
     join_segments<1>(sorted, starts, dweight, partials, n, h, rows);
 }

@@ -26,10 +26,13 @@ DEVICE void add(T *dst, const T *src, uint64_t n) {
         [&](uint64_t first, uint64_t distance) {
             Vector<T> d[UNROLL], s[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) d[u] = load_own(dst + first + u * distance), s[u] = load_vector(src + first + u * distance);
+            for (int u = 0; u < UNROLL; u++)
+                d[u] = load_own(dst + first + u * distance),
+                s[u] = load_vector(src + first + u * distance);
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
-                store_vector(dst + first + u * distance, Vector<T>::of([&](int i) { return d[u][i] + s[u][i]; }));
+                store_vector(dst + first + u * distance,
+                    Vector<T>::of([&](int i) { return d[u][i] + s[u][i]; }));
         },
         [&](uint64_t i) { dst[i] = from_float<T>(to_float(dst[i]) + to_float(src[i])); });
 }
@@ -43,7 +46,9 @@ DEVICE void scale(T *t, float factor, uint64_t n) {
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) v[u] = load_own(t + first + u * distance);
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) store_vector(t + first + u * distance, Vector<T>::of([&](int i) { return v[u][i] * factor; }));
+            for (int u = 0; u < UNROLL; u++)
+                store_vector(t + first + u * distance,
+                    Vector<T>::of([&](int i) { return v[u][i] * factor; }));
         },
         [&](uint64_t i) { t[i] = from_float<T>(to_float(t[i]) * factor); });
 }
@@ -55,7 +60,8 @@ DEVICE void zero(T *t, uint64_t n) {
         n, aligned(t),
         [&](uint64_t first, uint64_t distance) {
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) *reinterpret_cast<uint4 *>(t + first + u * distance) = make_uint4(0, 0, 0, 0);
+            for (int u = 0; u < UNROLL; u++)
+                *reinterpret_cast<uint4 *>(t + first + u * distance) = make_uint4(0, 0, 0, 0);
         },
         [&](uint64_t i) { t[i] = 0; });
 }
@@ -67,9 +73,11 @@ DEVICE void copy(T *dst, const T *src, uint64_t n) {
         [&](uint64_t first, uint64_t distance) {
             uint4 v[UNROLL];
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) v[u] = __ldg(reinterpret_cast<const uint4 *>(src + first + u * distance));
+            for (int u = 0; u < UNROLL; u++)
+                v[u] = __ldg(reinterpret_cast<const uint4 *>(src + first + u * distance));
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) *reinterpret_cast<uint4 *>(dst + first + u * distance) = v[u];
+            for (int u = 0; u < UNROLL; u++)
+                *reinterpret_cast<uint4 *>(dst + first + u * distance) = v[u];
         },
         [&](uint64_t i) { dst[i] = src[i]; });
 }
@@ -85,36 +93,40 @@ DEVICE void cast(D *dst, const S *src, uint64_t n) {
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
 #pragma unroll
-                for (int l = 0; l < LOADS; l++) in[u][l] = load_vector(src + first + u * distance + l * VECTOR<S>);
+                for (int l = 0; l < LOADS; l++)
+                    in[u][l] = load_vector(src + first + u * distance + l * VECTOR<S>);
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
 #pragma unroll
                 for (int s = 0; s < STORES; s++)
-                    store_vector(dst + first + u * distance + s * VECTOR<D>, Vector<D>::of([&](int i) {
-                                     const int at = s * VECTOR<D> + i;
-                                     return in[u][at / VECTOR<S>][at % VECTOR<S>];
-                                 }));
+                    store_vector(
+                        dst + first + u * distance + s * VECTOR<D>, Vector<D>::of([&](int i) {
+                            const int at = s * VECTOR<D> + i;
+                            return in[u][at / VECTOR<S>][at % VECTOR<S>];
+                        }));
         },
         [&](uint64_t i) { dst[i] = from_float<D>(to_float(src[i])); });
 }
 
-#define KERNELS(T, suffix)                                                                  \
-    KERNEL(add_##suffix, T *dst, const T *src, uint64_t n) { add(dst, src, n); }            \
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(add_##suffix, T *dst, const T *src, uint64_t n) { add(dst, src, n); }                   \
     KERNEL(scale_##suffix, T *t, float factor, uint64_t n) { scale(t, factor, n); }
 FOR_DTYPES(KERNELS)
 
-#define MOVES(T, size)                                                                      \
-    KERNEL(zero_##size, T *t, uint64_t n) { zero(t, n); }                                   \
+#define MOVES(T, size)                                                                             \
+    KERNEL(zero_##size, T *t, uint64_t n) { zero(t, n); }                                          \
     KERNEL(copy_##size, T *dst, const T *src, uint64_t n) { copy(dst, src, n); }
-MOVES(uint8_t, 1) MOVES(uint16_t, 2) MOVES(uint32_t, 4) MOVES(uint64_t, 8)
+MOVES(uint8_t, 1)
+MOVES(uint16_t, 2)
+MOVES(uint32_t, 4) MOVES(uint64_t, 8)
 
-#define CASTS(D, to, S, from) \
+#define CASTS(D, to, S, from)                                                                      \
     KERNEL(cast_##from##_##to, D *dst, const S *src, uint64_t n) { cast(dst, src, n); }
-CASTS(float, f32, bf16, bf16) CASTS(float, f32, f16, f16) CASTS(bf16, bf16, float, f32)
-CASTS(bf16, bf16, f16, f16) CASTS(f16, f16, float, f32) CASTS(f16, f16, bf16, bf16)
+    CASTS(float, f32, bf16, bf16) CASTS(float, f32, f16, f16) CASTS(bf16, bf16, float, f32)
+        CASTS(bf16, bf16, f16, f16) CASTS(f16, f16, float, f32) CASTS(f16, f16, bf16, bf16)
 
-// Without `low` the high halves alone.
-KERNEL(split_halves, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
+    // Without `low` the high halves alone.
+    KERNEL(split_halves, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
     each<4>(
         n, aligned(values) && fours(high, low),
         [&](uint64_t first, uint64_t distance) {

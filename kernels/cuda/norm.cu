@@ -9,14 +9,15 @@
 // Rows of up to 32·ELEMENTS elements, one to a warp; or, if WHOLE_BLOCK, up to blockDim.x·ELEMENTS,
 // one to a block.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER>
-DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, float *mean_out, float *rstd_out, uint32_t rows, uint32_t h,
-                              float eps) {
+DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, float *mean_out,
+    float *rstd_out, uint32_t rows, uint32_t h, float eps) {
     constexpr int V = VECTOR<T>, VECTORS = ELEMENTS / V;
     SHARED(float, slots, [2][32]);
     const uint32_t threads = WHOLE_BLOCK ? blockDim.x : 32;
     const uint32_t thread = WHOLE_BLOCK ? threadIdx.x : threadIdx.x % 32;
-    const uint32_t row = WHOLE_BLOCK ? blockIdx.x : blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= rows) return;  // a whole warp, in the variant without barriers
+    const uint32_t row =
+        WHOLE_BLOCK ? blockIdx.x : blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= rows) return; // a whole warp, in the variant without barriers
     x += static_cast<uint64_t>(row) * h;
     y += static_cast<uint64_t>(row) * h;
 
@@ -61,16 +62,17 @@ DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, 
         if (at < h) {
             const Vector<T> w = load_vector(weight + at), b = LAYER ? load_vector(bias + at) : w;
             store_vector(y + at, Vector<T>::of([&](int i) {
-                             const float normal = (values[p][i] - mean) * rstd * w[i];
-                             return LAYER ? normal + b[i] : normal;
-                         }));
+                const float normal = (values[p][i] - mean) * rstd * w[i];
+                return LAYER ? normal + b[i] : normal;
+            }));
         }
     }
 }
 
 // A row of any width and alignment to a block.
 template <class T, bool LAYER>
-DEVICE void any_rows(const T *x, const T *weight, const T *bias, T *y, float *mean_out, float *rstd_out, uint32_t h, float eps) {
+DEVICE void any_rows(const T *x, const T *weight, const T *bias, T *y, float *mean_out,
+    float *rstd_out, uint32_t h, float eps) {
     SHARED(float, slots, [2][32]);
     const uint32_t row = blockIdx.x;
     x += static_cast<uint64_t>(row) * h;
@@ -97,23 +99,26 @@ DEVICE void any_rows(const T *x, const T *weight, const T *bias, T *y, float *me
     }
 }
 
-#define KERNELS_OF(T, suffix, norm, LAYER)                                                                                              \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 8, 8)                                                                                         \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 16, 8)                                                                                        \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 24, 6)                                                                                        \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 32, 4)                                                                                        \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 64, 3)                                                                                        \
-    KERNEL_BOUNDS(1024, 1, norm##_block_##suffix, const T *x, const T *weight, const T *bias, T *y, float *mean, float *rstd,           \
-                  uint32_t rows, uint32_t h, float eps) {                                                                               \
-        rows_in_registers<T, 16, true, LAYER>(x, weight, bias, y, mean, rstd, rows, h, eps);                                            \
-    }                                                                                                                                   \
-    KERNEL(norm##_any_##suffix, const T *x, const T *weight, const T *bias, T *y, float *mean, float *rstd, uint32_t h, float eps) {    \
-        any_rows<T, LAYER>(x, weight, bias, y, mean, rstd, h, eps);                                                                     \
+#define KERNELS_OF(T, suffix, norm, LAYER)                                                         \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 8, 8)                                                 \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 16, 8)                                                \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 24, 6)                                                \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 32, 4)                                                \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 64, 3)                                                \
+    KERNEL_BOUNDS(1024, 1, norm##_block_##suffix, const T *x, const T *weight, const T *bias,      \
+        T *y, float *mean, float *rstd, uint32_t rows, uint32_t h, float eps) {                    \
+        rows_in_registers<T, 16, true, LAYER>(x, weight, bias, y, mean, rstd, rows, h, eps);       \
+    }                                                                                              \
+    KERNEL(norm##_any_##suffix, const T *x, const T *weight, const T *bias, T *y, float *mean,     \
+        float *rstd, uint32_t h, float eps) {                                                      \
+        any_rows<T, LAYER>(x, weight, bias, y, mean, rstd, h, eps);                                \
     }
-#define KERNELS_BY_WARPS(T, suffix, norm, LAYER, ELEMENTS, BLOCKS)                                                                              \
-    KERNEL_BOUNDS(128, BLOCKS, norm##_warp##ELEMENTS##_##suffix, const T *x, const T *weight, const T *bias, T *y, float *mean, float *rstd, \
-                  uint32_t rows, uint32_t h, float eps) {                                                                               \
-        rows_in_registers<T, ELEMENTS, false, LAYER>(x, weight, bias, y, mean, rstd, rows, h, eps);                                     \
+#define KERNELS_BY_WARPS(T, suffix, norm, LAYER, ELEMENTS, BLOCKS)                                 \
+    KERNEL_BOUNDS(128, BLOCKS, norm##_warp##ELEMENTS##_##suffix, const T *x, const T *weight,      \
+        const T *bias, T *y, float *mean, float *rstd, uint32_t rows, uint32_t h, float eps) {     \
+        rows_in_registers<T, ELEMENTS, false, LAYER>(                                              \
+            x, weight, bias, y, mean, rstd, rows, h, eps);                                         \
     }
-#define KERNELS(T, suffix) KERNELS_OF(T, suffix, layer_norm, true) KERNELS_OF(T, suffix, rms_norm, false)
+#define KERNELS(T, suffix)                                                                         \
+    KERNELS_OF(T, suffix, layer_norm, true) KERNELS_OF(T, suffix, rms_norm, false)
 FOR_DTYPES(KERNELS)

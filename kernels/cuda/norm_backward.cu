@@ -19,8 +19,9 @@ struct Operands {
 // Rows of up to 32·ELEMENTS elements, one to a warp at a time, or of up to blockDim.x·ELEMENTS, one
 // to a block. Of WIDE rows a thread has half of the registers.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER, bool WIDE = false>
-DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, const float *rstd_of, const T *weight, const T *residual,
-                              T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {
+DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
+    const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h,
+    uint32_t share) {
     constexpr int V = VECTOR<T>, VECTORS = ELEMENTS / V;
     // no registers to hold the residual from the start
     constexpr bool LATE = WIDE || (WHOLE_BLOCK && sizeof(T) == 4);
@@ -72,7 +73,9 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
         if (AHEAD && row + step < last) next = load(row + step);
         const uint64_t start = static_cast<uint64_t>(row) * h;
         const float rstd = of.rstd;
-        const auto centered = [&](int p, int i) { return LAYER ? of.x[p][i] - of.mean : of.x[p][i]; };
+        const auto centered = [&](int p, int i) {
+            return LAYER ? of.x[p][i] - of.mean : of.x[p][i];
+        };
         float along = 0.0f, across = 0.0f;
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
@@ -91,7 +94,7 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
         if (WHOLE_BLOCK) {
             // Rows take turns with two sets of slots: a barrier of the row between lies before each
             // is written again.
-            float(*now)[32] = slots[row % 2];
+            float (*now)[32] = slots[row % 2];
             along = over_block<Add>(along, now[0]);
             if (LAYER) across = over_block<Add>(across, now[1]);
         } else {
@@ -100,9 +103,11 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
         }
         // What is left to do for an element is three operations: rstd·(g − mean(g) − x̂·mean(g·x̂))
         // = dy·(weight·rstd) − shift − (x − mean)·slope.
-        const float slope = along * inv_h * rstd * rstd, shift = LAYER ? across * inv_h * rstd : 0.0f;
+        const float slope = along * inv_h * rstd * rstd,
+                    shift = LAYER ? across * inv_h * rstd : 0.0f;
         const auto gradient = [&](int p, int i, float around) {
-            return of.dy[p][i] * (w[p][i] * rstd) + ((LAYER ? around - shift : around) - centered(p, i) * slope);
+            return of.dy[p][i] * (w[p][i] * rstd) +
+                   ((LAYER ? around - shift : around) - centered(p, i) * slope);
         };
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
@@ -110,9 +115,11 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
             if (at < h) {
                 if (residual) {
                     if (LATE) of.around[p] = load_vector(residual + start + at);
-                    store_vector(dx + start + at, Vector<T>::of([&](int i) { return gradient(p, i, of.around[p][i]); }));
+                    store_vector(dx + start + at,
+                        Vector<T>::of([&](int i) { return gradient(p, i, of.around[p][i]); }));
                 } else {
-                    store_vector(dx + start + at, Vector<T>::of([&](int i) { return gradient(p, i, 0.0f); }));
+                    store_vector(dx + start + at,
+                        Vector<T>::of([&](int i) { return gradient(p, i, 0.0f); }));
                 }
             }
         }
@@ -141,7 +148,9 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
                 for (int i = 0; i < ELEMENTS; i++) {
                     const uint32_t at = i * 32 + thread;
                     totals[at] = turn == 0 ? dweight[i] : totals[at] + dweight[i];
-                    if (LAYER) totals[32 * ELEMENTS + at] = turn == 0 ? dbias[i] : totals[32 * ELEMENTS + at] + dbias[i];
+                    if (LAYER)
+                        totals[32 * ELEMENTS + at] =
+                            turn == 0 ? dbias[i] : totals[32 * ELEMENTS + at] + dbias[i];
                 }
             }
             __syncthreads();
@@ -156,7 +165,8 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
 
 // dx of a row of any width and alignment to a block.
 template <class T, bool LAYER>
-DEVICE void any_rows(const T *dy, const T *x, const float *mean_of, const float *rstd_of, const T *weight, const T *residual, T *dx, uint32_t h) {
+DEVICE void any_rows(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
+    const T *weight, const T *residual, T *dx, uint32_t h) {
     SHARED(float, slots, [2][32]);
     const uint32_t row = blockIdx.x;
     const uint64_t start = static_cast<uint64_t>(row) * h;
@@ -180,14 +190,15 @@ DEVICE void any_rows(const T *dy, const T *x, const float *mean_of, const float 
 // Sums of the parameters' gradients over `share` rows, a column to a thread; for rows that are not
 // kept in registers.
 template <class T, bool LAYER>
-DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const float *rstd_of, float *partials, uint32_t rows, uint32_t h,
-                           uint32_t share) {
+DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
+    float *partials, uint32_t rows, uint32_t h, uint32_t share) {
     const uint32_t c = blockIdx.x * blockDim.x + threadIdx.x;
     const uint32_t first = blockIdx.y * share, last = min(first + share, rows);
     if (c >= h) return;
     float dweight = 0.0f, dbias = 0.0f;
     for (uint32_t row = first; row < last; row++) {
-        const float d = to_float(dy[static_cast<uint64_t>(row) * h + c]), mean = LAYER ? mean_of[row] : 0.0f;
+        const float d = to_float(dy[static_cast<uint64_t>(row) * h + c]),
+                    mean = LAYER ? mean_of[row] : 0.0f;
         dweight += d * ((to_float(x[static_cast<uint64_t>(row) * h + c]) - mean) * rstd_of[row]);
         dbias += d;
     }
@@ -196,35 +207,42 @@ DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const 
     if (LAYER) partials[h + c] = dbias;
 }
 
-#define KERNELS_OF(T, suffix, norm, LAYER)                                                                                               \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 8, 4)                                                                                       \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 16, 4)                                                                                      \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 24, 3)                                                                                      \
-    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 32, 2)                                                                                      \
-    KERNEL_BOUNDS(512, 1, norm##_backward_block_##suffix, const T *dy, const T *x, const float *mean, const float *rstd,                 \
-                  const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {               \
-        rows_in_registers<T, 16, true, LAYER>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                        \
-    }                                                                                                                                    \
-    KERNEL(norm##_backward_any_##suffix, const T *dy, const T *x, const float *mean, const float *rstd, const T *weight,                 \
-           const T *residual, T *dx, uint32_t h) {                                                                                       \
-        any_rows<T, LAYER>(dy, x, mean, rstd, weight, residual, dx, h);                                                                  \
-    }                                                                                                                                    \
-    KERNEL(norm##_parameters_any_##suffix, const T *dy, const T *x, const float *mean, const float *rstd, float *partials,               \
-           uint32_t rows, uint32_t h, uint32_t share) {                                                                                  \
-        any_parameters<T, LAYER>(dy, x, mean, rstd, partials, rows, h, share);                                                           \
+#define KERNELS_OF(T, suffix, norm, LAYER)                                                         \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 8, 4)                                                 \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 16, 4)                                                \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 24, 3)                                                \
+    KERNELS_BY_WARPS(T, suffix, norm, LAYER, 32, 2)                                                \
+    KERNEL_BOUNDS(512, 1, norm##_backward_block_##suffix, const T *dy, const T *x,                 \
+        const float *mean, const float *rstd, const T *weight, const T *residual, T *dx,           \
+        float *partials, uint32_t rows, uint32_t h, uint32_t share) {                              \
+        rows_in_registers<T, 16, true, LAYER>(                                                     \
+            dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                    \
+    }                                                                                              \
+    KERNEL(norm##_backward_any_##suffix, const T *dy, const T *x, const float *mean,               \
+        const float *rstd, const T *weight, const T *residual, T *dx, uint32_t h) {                \
+        any_rows<T, LAYER>(dy, x, mean, rstd, weight, residual, dx, h);                            \
+    }                                                                                              \
+    KERNEL(norm##_parameters_any_##suffix, const T *dy, const T *x, const float *mean,             \
+        const float *rstd, float *partials, uint32_t rows, uint32_t h, uint32_t share) {           \
+        any_parameters<T, LAYER>(dy, x, mean, rstd, partials, rows, h, share);                     \
     }
-#define KERNELS_BY_WARPS(T, suffix, norm, LAYER, ELEMENTS, BLOCKS)                                                                       \
-    KERNEL_BOUNDS(128, BLOCKS, norm##_backward_warp##ELEMENTS##_##suffix, const T *dy, const T *x, const float *mean, const float *rstd, \
-                  const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {               \
-        rows_in_registers<T, ELEMENTS, false, LAYER>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                 \
+#define KERNELS_BY_WARPS(T, suffix, norm, LAYER, ELEMENTS, BLOCKS)                                 \
+    KERNEL_BOUNDS(128, BLOCKS, norm##_backward_warp##ELEMENTS##_##suffix, const T *dy, const T *x, \
+        const float *mean, const float *rstd, const T *weight, const T *residual, T *dx,           \
+        float *partials, uint32_t rows, uint32_t h, uint32_t share) {                              \
+        rows_in_registers<T, ELEMENTS, false, LAYER>(                                              \
+            dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                    \
     }
 // For rows of more than 8192 elements. In f32 too many registers would be spilled.
-#define KERNELS_OF_WIDE(T, suffix, norm, LAYER)                                                                                          \
-    KERNEL_BOUNDS(1024, 1, norm##_backward_wide_##suffix, const T *dy, const T *x, const float *mean, const float *rstd,                 \
-                  const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h, uint32_t share) {               \
-        rows_in_registers<T, 16, true, LAYER, true>(dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                  \
+#define KERNELS_OF_WIDE(T, suffix, norm, LAYER)                                                    \
+    KERNEL_BOUNDS(1024, 1, norm##_backward_wide_##suffix, const T *dy, const T *x,                 \
+        const float *mean, const float *rstd, const T *weight, const T *residual, T *dx,           \
+        float *partials, uint32_t rows, uint32_t h, uint32_t share) {                              \
+        rows_in_registers<T, 16, true, LAYER, true>(                                               \
+            dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                    \
     }
-#define KERNELS(T, suffix) KERNELS_OF(T, suffix, layer_norm, true) KERNELS_OF(T, suffix, rms_norm, false)
+#define KERNELS(T, suffix)                                                                         \
+    KERNELS_OF(T, suffix, layer_norm, true) KERNELS_OF(T, suffix, rms_norm, false)
 FOR_DTYPES(KERNELS)
 KERNELS_OF_WIDE(bf16, bf16, layer_norm, true)
 KERNELS_OF_WIDE(bf16, bf16, rms_norm, false)

@@ -77,7 +77,9 @@ struct Alone {
 
     DEVICE bool vectors() const { return aligned(p); }
     DEVICE Vector<float> four(uint64_t at) const { return load_own(p + at); }
-    DEVICE void put_four(uint64_t at, const Vector<float> &values) const { store_vector(p + at, values); }
+    DEVICE void put_four(uint64_t at, const Vector<float> &values) const {
+        store_vector(p + at, values);
+    }
     DEVICE float one(uint64_t at) const { return p[at]; }
     DEVICE void put_one(uint64_t at, float value) const { p[at] = value; }
 };
@@ -88,7 +90,9 @@ struct Rounded {
     float *p;
     W *weight;
 
-    DEVICE bool vectors() const { return aligned(p) && reinterpret_cast<uintptr_t>(weight) % (4 * sizeof(W)) == 0; }
+    DEVICE bool vectors() const {
+        return aligned(p) && reinterpret_cast<uintptr_t>(weight) % (4 * sizeof(W)) == 0;
+    }
     DEVICE Vector<float> four(uint64_t at) const { return load_own(p + at); }
     DEVICE void put_four(uint64_t at, const Vector<float> &values) const {
         store_vector(p + at, values);
@@ -104,7 +108,9 @@ struct Rounded {
         }
     }
     DEVICE float one(uint64_t at) const { return p[at]; }
-    DEVICE void put_one(uint64_t at, float value) const { p[at] = value, weight[at] = from_float<W>(value); }
+    DEVICE void put_one(uint64_t at, float value) const {
+        p[at] = value, weight[at] = from_float<W>(value);
+    }
 };
 
 /// Parameters in halves, of which the high ones are the weights.
@@ -113,7 +119,9 @@ struct InHalves {
 
     DEVICE bool vectors() const { return fours(high, low); }
     DEVICE Vector<float> four(uint64_t at) const { return load_four(high + at, low + at); }
-    DEVICE void put_four(uint64_t at, const Vector<float> &values) const { store_four(high + at, low + at, values); }
+    DEVICE void put_four(uint64_t at, const Vector<float> &values) const {
+        store_four(high + at, low + at, values);
+    }
     DEVICE float one(uint64_t at) const { return Halves{high[at], low[at]}.value(); }
     DEVICE void put_one(uint64_t at, float value) const {
         const Halves halves = Halves::of(value);
@@ -143,7 +151,8 @@ struct Kept {
     DEVICE void put_four(uint64_t i, const float *values, const uint32_t *words) const {
         T raw[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) raw[j] = rounded(values[j], words == nullptr ? nullptr : words + j);
+        for (int j = 0; j < 4; j++)
+            raw[j] = rounded(values[j], words == nullptr ? nullptr : words + j);
         if constexpr (NARROW) {
             uint2 all;
             memcpy(&all, raw, 8);
@@ -155,7 +164,9 @@ struct Kept {
         }
     }
     DEVICE float one(uint64_t i) const { return to_float(at[i]); }
-    DEVICE void put_one(uint64_t i, float value, const uint32_t *word) const { at[i] = rounded(value, word); }
+    DEVICE void put_one(uint64_t i, float value, const uint32_t *word) const {
+        at[i] = rounded(value, word);
+    }
     DEVICE static T rounded(float value, const uint32_t *word) {
         if constexpr (NARROW) {
             if (word != nullptr) {
@@ -183,8 +194,8 @@ struct NoState {
 
 // `verdict` is null where the rule has the factor on gradients.
 template <class Rule, class Parameters, class First, class Second, class Rounding>
-DEVICE void step(Rule rule, const float *verdict, const Segments &segments, const Rounding &dithers, Parameters parameters, const float *g,
-                 First first, Second second, uint64_t n) {
+DEVICE void step(Rule rule, const float *verdict, const Segments &segments, const Rounding &dithers,
+    Parameters parameters, const float *g, First first, Second second, uint64_t n) {
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (at >= n) return;
     if (verdict != nullptr) {
@@ -208,7 +219,8 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
         first.put_four(at, new_first, nullptr);
         if constexpr (Rounding::THERE) {
             uint32_t words[4];
-            dithers.of[segment].words(at - segments.begin(segment), 4, [&](int i, uint32_t word) { words[i] = word; });
+            dithers.of[segment].words(
+                at - segments.begin(segment), 4, [&](int i, uint32_t word) { words[i] = word; });
             second.put_four(at, new_second, words);
         } else {
             second.put_four(at, new_second, nullptr);
@@ -223,7 +235,7 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
         first.put_one(i, new_first, nullptr);
         if constexpr (Rounding::THERE) {
             dithers.of[segment].words(i - segments.begin(segment), 1,
-                                      [&](int, uint32_t word) { second.put_one(i, new_second, &word); });
+                [&](int, uint32_t word) { second.put_one(i, new_second, &word); });
         } else {
             second.put_one(i, new_second, nullptr);
         }
@@ -233,24 +245,28 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
 // `P *p, W *weight` are what the launch has of parameters, not all of which `parameters` takes;
 // `M`, `V` what moments are kept in.
 #define LAUNCHED_WITH(P, W) P *p, [[maybe_unused]] W *weight
-#define ADAMW_IN(P, W, suffix, parameters, M, V)                                                                                     \
-    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \
-           LAUNCHED_WITH(P, W), const float *g, M *m, V *v, uint64_t n) {                                                            \
-        step(rule, verdict, segments, NoDithers{}, parameters, g, Kept<M>{m}, Kept<V>{v}, n);                                        \
+#define ADAMW_IN(P, W, suffix, parameters, M, V)                                                   \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict,                                 \
+        const __grid_constant__ Segments segments, LAUNCHED_WITH(P, W), const float *g, M *m,      \
+        V *v, uint64_t n) {                                                                        \
+        step(rule, verdict, segments, NoDithers{}, parameters, g, Kept<M>{m}, Kept<V>{v}, n);      \
     }
-#define ADAMW_DITHERED(P, W, suffix, parameters, M)                                                                                  \
-    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict, const __grid_constant__ Segments segments,                        \
-           const __grid_constant__ Dithers dithers, LAUNCHED_WITH(P, W), const float *g, M *m, bf16 *v, uint64_t n) {                \
-        step(rule, verdict, segments, dithers, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);                                         \
+#define ADAMW_DITHERED(P, W, suffix, parameters, M)                                                \
+    KERNEL(adamw_##suffix, const AdamW rule, const float *verdict,                                 \
+        const __grid_constant__ Segments segments, const __grid_constant__ Dithers dithers,        \
+        LAUNCHED_WITH(P, W), const float *g, M *m, bf16 *v, uint64_t n) {                          \
+        step(rule, verdict, segments, dithers, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);       \
     }
-#define KERNELS_OF(P, W, suffix, ...)                                                                                                \
-    ADAMW_IN(P, W, suffix, (__VA_ARGS__), float, float)                                                                              \
-    ADAMW_IN(P, W, suffix##_m16, (__VA_ARGS__), bf16, float)                                                                         \
-    ADAMW_DITHERED(P, W, suffix##_v16, (__VA_ARGS__), float)                                                                         \
-    ADAMW_DITHERED(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                                                      \
-    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict, const __grid_constant__ Segments segments,                            \
-           LAUNCHED_WITH(P, W), const float *g, float *buffer, uint64_t n) {                                                         \
-        step(rule, verdict, segments, NoDithers{}, (__VA_ARGS__), g, Kept<float>{buffer}, NoState{}, n);                             \
+#define KERNELS_OF(P, W, suffix, ...)                                                              \
+    ADAMW_IN(P, W, suffix, (__VA_ARGS__), float, float)                                            \
+    ADAMW_IN(P, W, suffix##_m16, (__VA_ARGS__), bf16, float)                                       \
+    ADAMW_DITHERED(P, W, suffix##_v16, (__VA_ARGS__), float)                                       \
+    ADAMW_DITHERED(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                    \
+    KERNEL(sgd_##suffix, const Sgd rule, const float *verdict,                                     \
+        const __grid_constant__ Segments segments, LAUNCHED_WITH(P, W), const float *g,            \
+        float *buffer, uint64_t n) {                                                               \
+        step(rule, verdict, segments, NoDithers{}, (__VA_ARGS__), g, Kept<float>{buffer},          \
+            NoState{}, n);                                                                         \
     }
 KERNELS_OF(float, void, none, Alone{p})
 KERNELS_OF(uint16_t, uint16_t, halves, InHalves{p, weight})

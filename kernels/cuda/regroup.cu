@@ -5,7 +5,8 @@ constexpr uint32_t UNROLL = 4;
 
 // y[j, i] = x[i, j] of rows of `per_row` items: `a` rows of x lie `b` apart, and side by side in y.
 template <class T>
-DEVICE void swap_leading(T *y, const T *x, uint32_t items, const Divider per_row, const Divider a, uint32_t b) {
+DEVICE void swap_leading(
+    T *y, const T *x, uint32_t items, const Divider per_row, const Divider a, uint32_t b) {
     const uint32_t first = blockIdx.x * blockDim.x * UNROLL + threadIdx.x;
     T values[UNROLL];
 #pragma unroll
@@ -23,8 +24,9 @@ DEVICE void swap_leading(T *y, const T *x, uint32_t items, const Divider per_row
     }
 }
 
-#define SWAPS(T, size)                                                                                                            \
-    KERNEL(swap_leading_##size, T *y, const T *x, uint32_t items, const Divider per_row, const Divider a, uint32_t b) {           \
-        swap_leading(y, x, items, per_row, a, b);                                                                                 \
+#define SWAPS(T, size)                                                                             \
+    KERNEL(swap_leading_##size, T *y, const T *x, uint32_t items, const Divider per_row,           \
+        const Divider a, uint32_t b) {                                                             \
+        swap_leading(y, x, items, per_row, a, b);                                                  \
     }
 SWAPS(uint8_t, 1) SWAPS(uint16_t, 2) SWAPS(uint32_t, 4) SWAPS(uint64_t, 8) SWAPS(uint4, 16)

@@ -31,7 +31,8 @@ struct Tensors {
 // The sum over a block's 256 threads, in thread 0.
 DEVICE double over_threads(double v, double *slots) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);
+    for (int distance = 16; distance > 0; distance /= 2)
+        v += __shfl_xor_sync(0xffffffffu, v, distance);
     if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = v;
     __syncthreads();
     double sum = 0.0;
@@ -48,12 +49,14 @@ DEVICE void partial_sums(const Tensors &tensors, double *partials) {
     const uint32_t tensor = tensors.find(blockIdx.x);
     const T *x = reinterpret_cast<const T *>(tensors.address[tensor]);
     const uint64_t n = tensors.size[tensor];
-    const uint64_t first = static_cast<uint64_t>(blockIdx.x - tensors.first_block[tensor]) * BLOCK + threadIdx.x * 4;
+    const uint64_t first =
+        static_cast<uint64_t>(blockIdx.x - tensors.first_block[tensor]) * BLOCK + threadIdx.x * 4;
     float v[16];
     if (sizeof(T) == 4 && aligned(x) && first + 3 * 4 * THREADS + 4 <= n) {
         Vector<float> in[4];
 #pragma unroll
-        for (int u = 0; u < 4; u++) in[u] = load_vector(reinterpret_cast<const float *>(x) + first + u * 4 * THREADS);
+        for (int u = 0; u < 4; u++)
+            in[u] = load_vector(reinterpret_cast<const float *>(x) + first + u * 4 * THREADS);
 #pragma unroll
         for (int i = 0; i < 16; i++) v[i] = in[i / 4][i % 4];
     } else {
@@ -65,7 +68,8 @@ DEVICE void partial_sums(const Tensors &tensors, double *partials) {
     }
     double sums[4] = {0.0, 0.0, 0.0, 0.0};
 #pragma unroll
-    for (int i = 0; i < 16; i++) sums[i % 4] += static_cast<double>(v[i]) * static_cast<double>(v[i]);
+    for (int i = 0; i < 16; i++)
+        sums[i % 4] += static_cast<double>(v[i]) * static_cast<double>(v[i]);
     const double sum = over_threads((sums[0] + sums[1]) + (sums[2] + sums[3]), slots);
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
@@ -78,7 +82,8 @@ struct Compensated {
         const double next = __dadd_rn(total, v);
         // Knuth's two-sum.
         const double shadow = __dsub_rn(next, total);
-        error = __dadd_rn(error, __dadd_rn(__dsub_rn(total, __dsub_rn(next, shadow)), __dsub_rn(v, shadow)));
+        error = __dadd_rn(
+            error, __dadd_rn(__dsub_rn(total, __dsub_rn(next, shadow)), __dsub_rn(v, shadow)));
         total = next;
     }
 
@@ -87,10 +92,12 @@ struct Compensated {
 };
 
 // sums[tensor] = the sum of its blocks' partial sums; blockIdx.x is the tensor.
-DEVICE void whole_sums(const Tensors &tensors, const double *partials, double *sums, uint32_t num_blocks) {
+DEVICE void whole_sums(
+    const Tensors &tensors, const double *partials, double *sums, uint32_t num_blocks) {
     SHARED(double, own, [THREADS]);
     const uint32_t first = tensors.first_block[blockIdx.x];
-    const uint32_t last = blockIdx.x + 1 < tensors.count ? tensors.first_block[blockIdx.x + 1] : num_blocks;
+    const uint32_t last =
+        blockIdx.x + 1 < tensors.count ? tensors.first_block[blockIdx.x + 1] : num_blocks;
     Compensated sum;
     for (uint32_t b = first + threadIdx.x; b < last; b += THREADS) sum.add(partials[b]);
     own[threadIdx.x] = sum.value();
@@ -101,11 +108,14 @@ DEVICE void whole_sums(const Tensors &tensors, const double *partials, double *s
     sums[blockIdx.x] = total.value();
 }
 
-#define KERNELS(T, suffix) \
-    KERNEL(sum_of_squares_##suffix, const __grid_constant__ Tensors tensors, double *partials) { partial_sums<T>(tensors, partials); }
+#define KERNELS(T, suffix)                                                                         \
+    KERNEL(sum_of_squares_##suffix, const __grid_constant__ Tensors tensors, double *partials) {   \
+        partial_sums<T>(tensors, partials);                                                        \
+    }
 FOR_DTYPES(KERNELS)
 
-KERNEL(add_squares, const __grid_constant__ Tensors tensors, const double *partials, double *sums, uint32_t num_blocks) {
+KERNEL(add_squares, const __grid_constant__ Tensors tensors, const double *partials, double *sums,
+    uint32_t num_blocks) {
     whole_sums(tensors, partials, sums, num_blocks);
 }
 

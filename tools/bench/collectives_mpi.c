@@ -1,6 +1,8 @@
-// Times an installed MPI's collectives on f32 as `megatron bench collectives` times its own: best batch, size of the larger
-// buffer. Prints `operation bytes µs` a line. Run by collectives.sh; by hand:
-//     mpicc -O2 collectives_mpi.c -o collectives_mpi && mpirun -n RANKS ./collectives_mpi SECONDS BYTES...
+// Times an installed MPI's collectives on f32 as `megatron bench collectives` times its own: best
+// batch, size of the larger buffer. Prints `operation bytes µs` a line. Run by collectives.sh; by
+// hand:
+//     mpicc -O2 collectives_mpi.c -o collectives_mpi && mpirun -n RANKS ./collectives_mpi SECONDS
+//     BYTES...
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,10 +12,18 @@ enum { BATCHES = 5, FIRST_BATCH = 3, GROWTH = 4 };
 static int rank, ranks, part;
 static float *whole, *other, *share;
 
-static void all_reduce(void) { MPI_Allreduce(MPI_IN_PLACE, whole, part * ranks, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
-static void all_gather(void) { MPI_Allgather(share, part, MPI_FLOAT, whole, part, MPI_FLOAT, MPI_COMM_WORLD); }
-static void reduce_scatter(void) { MPI_Reduce_scatter_block(whole, share, part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }
-static void all_to_all(void) { MPI_Alltoall(whole, part, MPI_FLOAT, other, part, MPI_FLOAT, MPI_COMM_WORLD); }
+static void all_reduce(void) {
+    MPI_Allreduce(MPI_IN_PLACE, whole, part * ranks, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+}
+static void all_gather(void) {
+    MPI_Allgather(share, part, MPI_FLOAT, whole, part, MPI_FLOAT, MPI_COMM_WORLD);
+}
+static void reduce_scatter(void) {
+    MPI_Reduce_scatter_block(whole, share, part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+}
+static void all_to_all(void) {
+    MPI_Alltoall(whole, part, MPI_FLOAT, other, part, MPI_FLOAT, MPI_COMM_WORLD);
+}
 
 static void there_and_back(void) {
     int count = part * ranks;
@@ -54,9 +64,13 @@ static double fastest(void (*call)(void), double seconds) {
 }
 
 int main(int argc, char **argv) {
-    struct { const char *name; void (*call)(void); double scale; } operations[] = {
-        {"all_reduce", all_reduce, 1}, {"all_gather", all_gather, 1},
-        {"reduce_scatter", reduce_scatter, 1}, {"all_to_all", all_to_all, 1}, {"send/recv", there_and_back, 0.5}};
+    struct {
+        const char *name;
+        void (*call)(void);
+        double scale;
+    } operations[] = {{"all_reduce", all_reduce, 1}, {"all_gather", all_gather, 1},
+        {"reduce_scatter", reduce_scatter, 1}, {"all_to_all", all_to_all, 1},
+        {"send/recv", there_and_back, 0.5}};
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
@@ -71,7 +85,8 @@ int main(int argc, char **argv) {
         memset(whole, 0, 4L * part * ranks);
         for (int o = 0; o < 5; o++) {
             double took = fastest(operations[o].call, seconds) * operations[o].scale;
-            if (rank == 0) printf("%s %ld %f\n", operations[o].name, size, took * 1e6), fflush(stdout);
+            if (rank == 0)
+                printf("%s %ld %f\n", operations[o].name, size, took * 1e6), fflush(stdout);
         }
         free(whole);
         free(other);

@@ -42,7 +42,7 @@ constexpr size_t STACK = 256 << 10;
 constexpr size_t GUARD = 4096;
 /// How long a block may wait for another.
 constexpr auto PATIENCE = std::chrono::seconds(60);
-constexpr unsigned char POISON = 0xff;  // NaN in f32, bf16 and f16
+constexpr unsigned char POISON = 0xff; // NaN in f32, bf16 and f16
 constexpr unsigned char UNTOUCHED = 0xa5;
 
 /// Entry of every fiber.
@@ -53,7 +53,7 @@ void run_thread() {
     b.current->waits = nullptr;
     b.progress++;
     switch_to(b.current->context, b.scheduler);
-    std::abort();  // nobody resumes a thread that is done
+    std::abort(); // nobody resumes a thread that is done
 }
 
 struct Random {
@@ -68,7 +68,8 @@ struct Random {
 };
 
 unsigned char *new_stack() {
-    void *at = mmap(nullptr, STACK + GUARD, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *at = mmap(nullptr, STACK + GUARD, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) {
         std::fprintf(stderr, "the emulator of GPU kernels finds no memory for stacks\n");
         std::abort();
@@ -90,21 +91,24 @@ void describe_deadlock(Block &b) {
         }
     }
     std::snprintf(b.error, sizeof b.error,
-                  "block (%u, %u, %u) hangs: %u of %u threads wait, %u have ended; thread %u waits in %s", b.index.x, b.index.y,
-                  b.index.z, waiting, b.num_threads, done, first ? first->number : 0, first ? first->waits : "nothing");
+        "block (%u, %u, %u) hangs: %u of %u threads wait, %u have ended; thread %u waits in %s",
+        b.index.x, b.index.y, b.index.z, waiting, b.num_threads, done, first ? first->number : 0,
+        first ? first->waits : "nothing");
 }
 
 void run(Block &b, Order order, uint64_t seed) {
     std::vector<uint32_t> turns(b.num_threads);
-    for (uint32_t i = 0; i < b.num_threads; i++) turns[i] = order == Order::Backward ? b.num_threads - 1 - i : i;
+    for (uint32_t i = 0; i < b.num_threads; i++)
+        turns[i] = order == Order::Backward ? b.num_threads - 1 - i : i;
     Random random{seed};
     const bool ahead = order == Order::WarpByWarp;
     const uint32_t together = ahead ? 32 : b.num_threads;
     uint32_t running = b.num_threads;
-    auto alone = std::chrono::steady_clock::now();  // since when nothing in this block goes on
+    auto alone = std::chrono::steady_clock::now(); // since when nothing in this block goes on
     while (running > 0) {
         if (order == Order::Shuffled)
-            for (uint32_t i = b.num_threads; i > 1; i--) std::swap(turns[i - 1], turns[random.next() % i]);
+            for (uint32_t i = b.num_threads; i > 1; i--)
+                std::swap(turns[i - 1], turns[random.next() % i]);
         const uint64_t before = b.progress;
         b.outside = false;
         running = 0;
@@ -133,12 +137,13 @@ void run(Block &b, Order order, uint64_t seed) {
             alone = std::chrono::steady_clock::now();
             continue;
         }
-        if (!b.outside || std::chrono::steady_clock::now() - alone > PATIENCE) return describe_deadlock(b);
+        if (!b.outside || std::chrono::steady_clock::now() - alone > PATIENCE)
+            return describe_deadlock(b);
         std::this_thread::yield();
     }
 }
 
-}  // namespace
+} // namespace
 
 Block::~Block() {
     for (const Thread &thread : threads) munmap(thread.stack - GUARD, STACK + GUARD);
@@ -162,7 +167,8 @@ void fail(const char *format, ...) {
     Block &b = block();
     va_list list;
     va_start(list, format);
-    const int n = std::snprintf(b.error, sizeof b.error, "block (%u, %u, %u), thread %u: ", b.index.x, b.index.y, b.index.z, b.current->number);
+    const int n = std::snprintf(b.error, sizeof b.error,
+        "block (%u, %u, %u), thread %u: ", b.index.x, b.index.y, b.index.z, b.current->number);
     std::vsnprintf(b.error + n, sizeof b.error - n, format, list);
     va_end(list);
     for (;;) yield();
@@ -170,7 +176,8 @@ void fail(const char *format, ...) {
 
 uint32_t barrier(uint32_t id, uint32_t count, uint32_t brought, const char *what) {
     Block &b = block();
-    if (id >= 16 || count == 0 || count > b.num_threads) fail("%s: barrier %u of %u threads", what, id, count);
+    if (id >= 16 || count == 0 || count > b.num_threads)
+        fail("%s: barrier %u of %u threads", what, id, count);
     Barrier &barrier = b.barriers[id];
     const uint64_t generation = barrier.generation;
     barrier.count[generation % 2] += brought;
@@ -219,7 +226,8 @@ void finish_copies(size_t keep) {
     for (size_t g = 0; g < finish; g++)
         for (const Thread::Copy &copy : groups[g]) {
             std::memcpy(copy.to, copy.from, copy.bytes);
-            std::memset(static_cast<unsigned char *>(copy.to) + copy.bytes, 0, copy.filled - copy.bytes);
+            std::memset(
+                static_cast<unsigned char *>(copy.to) + copy.bytes, 0, copy.filled - copy.bytes);
         }
     groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(finish));
 }
@@ -240,8 +248,9 @@ uint32_t emulator_arguments(const Kernel *kernel, uint32_t *sizes, uint32_t room
 }
 
 /// Runs block `index` of a launch. False with a message in `error` if it cannot end.
-bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num_threads, uint32_t shared_bytes, const uint32_t *index,
-                        uint32_t order, uint64_t seed, void **args, char *error, size_t error_room) {
+bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num_threads,
+    uint32_t shared_bytes, const uint32_t *index, uint32_t order, uint64_t seed, void **args,
+    char *error, size_t error_room) {
     Block &b = block();
     b.index = {index[0], index[1], index[2]};
     b.grid = {grid[0], grid[1], grid[2]};
@@ -260,7 +269,7 @@ bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num
     }
     const uint32_t warps = (num_threads + 31) / 32;
     if (b.meetings.size() < warps) b.meetings.resize(warps);
-    for (auto &open : b.meetings) {  // left behind by a block that failed
+    for (auto &open : b.meetings) { // left behind by a block that failed
         b.free_meetings.insert(b.free_meetings.end(), open.begin(), open.end());
         open.clear();
     }
@@ -275,14 +284,17 @@ bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num
         prepare(t.context, t.stack, STACK, run_thread);
     }
     std::vector<unsigned char> memory(shared_bytes + 2048, UNTOUCHED);
-    b.shared = reinterpret_cast<unsigned char *>((reinterpret_cast<uintptr_t>(memory.data()) + 1023) & ~static_cast<uintptr_t>(1023));
+    b.shared = reinterpret_cast<unsigned char *>(
+        (reinterpret_cast<uintptr_t>(memory.data()) + 1023) & ~static_cast<uintptr_t>(1023));
     b.shared_bytes = shared_bytes;
     std::memset(b.shared, POISON, shared_bytes);
     run(b, static_cast<Order>(order), seed);
     if (!b.error[0])
         for (unsigned char *at = b.shared + shared_bytes; at < memory.data() + memory.size(); at++)
             if (*at != UNTOUCHED) {
-                std::snprintf(b.error, sizeof b.error, "block (%u, %u, %u) writes behind its %u bytes of dynamic shared memory", index[0], index[1], index[2], shared_bytes);
+                std::snprintf(b.error, sizeof b.error,
+                    "block (%u, %u, %u) writes behind its %u bytes of dynamic shared memory",
+                    index[0], index[1], index[2], shared_bytes);
                 break;
             }
     if (!b.error[0]) return true;
@@ -290,6 +302,6 @@ bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num
     return false;
 }
 
-}  // extern "C"
+} // extern "C"
 
-}  // namespace emulator
+} // namespace emulator

@@ -13,7 +13,9 @@ KERNEL(block_sum, float *out, uint32_t n) {
     sum = 0.0f;
     for (uint32_t w = 0; w < blockDim.x / 32; w++) sum += sums[w];
     if (__syncthreads_count(threadIdx.x % 2) != static_cast<int>(blockDim.x / 2)) sum = -1.0f;
-    if (!__all_sync(0xffffffffu, sum > 0.0f) || __ballot_sync(0xffffffffu, threadIdx.x % 32 == 3) != 8) sum = -2.0f;
+    if (!__all_sync(0xffffffffu, sum > 0.0f) ||
+        __ballot_sync(0xffffffffu, threadIdx.x % 32 == 3) != 8)
+        sum = -2.0f;
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = sum;
 }

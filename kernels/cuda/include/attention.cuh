@@ -41,7 +41,8 @@ DEVICE size_t qkv_stride(const Attention &call) {
 
 /// Offset in qkv, at position 0, of a part of a group: its query heads, its key, its value.
 DEVICE size_t qkv_at(const Attention &call, uint32_t sample, uint32_t group, uint32_t part) {
-    return (((size_t)sample * call.groups + group) * (call.heads_per_group + 2) + part) * call.head_dim;
+    return (((size_t)sample * call.groups + group) * (call.heads_per_group + 2) + part) *
+           call.head_dim;
 }
 
 /// Elements between positions of the output.
@@ -77,14 +78,16 @@ DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query
 /// tilted; gives the factor that is left to apply. `row` and `column` are the fragment's first
 /// ones: a query and a key, or, with KEYS_IN_ROWS, a key and a query.
 template <bool KEYS_IN_ROWS, int N>
-DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[N][4]) {
+DEVICE float tilt(
+    const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[N][4]) {
     if (!call.tilted) return call.scale_log2;
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < N; n++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int behind = static_cast<int>(column + n * 8 + 2 * t + i % 2) - static_cast<int>(row + g + i / 2 * 8);
+            const int behind = static_cast<int>(column + n * 8 + 2 * t + i % 2) -
+                               static_cast<int>(row + g + i / 2 * 8);
             const int distance = KEYS_IN_ROWS ? -behind : behind;
             scores[n][i] = scores[n][i] * call.scale_log2 + slope * static_cast<float>(distance);
         }
@@ -93,10 +96,12 @@ DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t col
 
 /// As above for 16 · M rows.
 template <bool KEYS_IN_ROWS, int M, int N>
-DEVICE float tilt(const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[M][N][4]) {
+DEVICE float tilt(
+    const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[M][N][4]) {
     float scale = 1.0f;
 #pragma unroll
-    for (int m = 0; m < M; m++) scale = tilt<KEYS_IN_ROWS>(call, slope, row + m * 16, column, scores[m]);
+    for (int m = 0; m < M; m++)
+        scale = tilt<KEYS_IN_ROWS>(call, slope, row + m * 16, column, scores[m]);
     return scale;
 }
 
@@ -111,7 +116,8 @@ struct HeadMask {
         uint2 words = call.samples[sample];
         uint4 key = make_uint4(call.key[0], call.key[1], call.key[2], call.key[3]);
         if (call.step_on_device) key = derive_key(key, call.samples[-1]);
-        uint4 derived = philox4x32(make_uint4(words.x, words.y, call.first_head + head, key.z), make_uint2(key.x, key.y));
+        uint4 derived = philox4x32(
+            make_uint4(words.x, words.y, call.first_head + head, key.z), make_uint2(key.x, key.y));
         k0 = derived.x, k1 = derived.y, b = derived.z, d = derived.w;
     }
 
@@ -124,7 +130,8 @@ struct HeadMask {
 /// The words of a thread's elements of a fragment C [16 queries, 8 keys] whose first query and key
 /// are given. A thread has two neighbouring keys of two queries; two threads share a Philox block,
 /// so each computes one and they exchange halves.
-DEVICE void words_of_queries_by_keys(const HeadMask &mask, uint32_t query, uint32_t key, uint32_t (&words)[4]) {
+DEVICE void words_of_queries_by_keys(
+    const HeadMask &mask, uint32_t query, uint32_t key, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, odd = t % 2;
     uint4 block = mask.words(query + g + 8 * odd, key + t / 2 * 4);
     // The even thread has the lower query's block, the odd one the upper's; each wants its two keys
@@ -140,7 +147,8 @@ DEVICE void words_of_queries_by_keys(const HeadMask &mask, uint32_t query, uint3
 /// As above for a fragment C [16 keys, 8 queries]: a thread has keys g and g + 8 of two
 /// neighbouring queries, and four threads share a Philox block of each, so each computes one of the
 /// four and they hand round what the others want.
-DEVICE void words_of_keys_by_queries(const HeadMask &mask, uint32_t key, uint32_t query, uint32_t (&words)[4]) {
+DEVICE void words_of_keys_by_queries(
+    const HeadMask &mask, uint32_t key, uint32_t query, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, mine = g % 4;
     // Element i of the four: its query is 2t + i % 2, its key g + 8 · (i / 2). Thread i of the four
     // has all four's words of element i.

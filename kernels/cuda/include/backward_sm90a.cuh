@@ -29,7 +29,8 @@ struct Statistics {
     uint32_t from[ROWS];
 
     /// By a warp: of a head's queries from `query` on.
-    __device__ __forceinline__ void fill(const Attention &call, const float *lses, const float *deltas, uint32_t sample, uint32_t head, uint32_t query) {
+    __device__ __forceinline__ void fill(const Attention &call, const float *lses,
+        const float *deltas, uint32_t sample, uint32_t head, uint32_t query) {
 #pragma unroll
         for (uint32_t i = threadIdx.x % 32; i < ROWS; i += 32) {
             const bool valid = query + i < call.s;
@@ -72,12 +73,17 @@ struct Shared {
     }
 
     /// What stays of a warpgroup: of the first kind, and of the second.
-    __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const { return stay + (slot * 2 * CONSUMERS + which) * TILE; }
-    __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t which) const { return first_stay(slot, CONSUMERS + which); }
+    __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const {
+        return stay + (slot * 2 * CONSUMERS + which) * TILE;
+    }
+    __device__ __forceinline__ unsigned char *second_stay(uint32_t slot, uint32_t which) const {
+        return first_stay(slot, CONSUMERS + which);
+    }
 
     /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes; what stays
     /// is let go by `readers` warps.
-    __device__ __forceinline__ void make_barriers(uint32_t stay_arrivals, uint32_t arrivals, uint32_t readers = 4 * CONSUMERS) const {
+    __device__ __forceinline__ void make_barriers(
+        uint32_t stay_arrivals, uint32_t arrivals, uint32_t readers = 4 * CONSUMERS) const {
         if (threadIdx.x == 0) {
             for (uint32_t slot = 0; slot < STAYS; slot++) {
                 barrier_make(stay_full + slot, stay_arrivals);
@@ -96,7 +102,8 @@ struct Shared {
 /// By a warp: takes the next piece of work, when there is room for what stays, and tells of it;
 /// false if there is none.
 template <class Shared>
-DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next, uint32_t all, uint32_t &number) {
+DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next,
+    uint32_t all, uint32_t &number) {
     const uint32_t lane = threadIdx.x % 32;
     uint32_t taken = 0;
     if (lane == 0) taken = atomicAdd(next, 1u);
@@ -108,13 +115,16 @@ DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t
 
 /// Has what stays for a tile copied: two kinds, of every warpgroup, from position `first` on.
 template <int DIM, uint32_t CONSUMERS>
-DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot, const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
-                       uint32_t second_part, uint32_t first, uint32_t sample) {
+DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot,
+    const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
+    uint32_t second_part, uint32_t first, uint32_t sample) {
     uint64_t *const full = shared.stay_full + slot;
     barrier_expect(full, 2 * CONSUMERS * Tile<ROWS, DIM>::BYTES);
     for (uint32_t which = 0; which < CONSUMERS; which++) {
-        copy_tile<ROWS, DIM>(shared.first_stay(slot, which), of_first, first + which * ROWS, first_part, sample, full);
-        copy_tile<ROWS, DIM>(shared.second_stay(slot, which), of_second, first + which * ROWS, second_part, sample, full);
+        copy_tile<ROWS, DIM>(shared.first_stay(slot, which), of_first, first + which * ROWS,
+            first_part, sample, full);
+        copy_tile<ROWS, DIM>(shared.second_stay(slot, which), of_second, first + which * ROWS,
+            second_part, sample, full);
     }
 }
 
@@ -132,20 +142,24 @@ DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
 /// the time, but ptxas 13.0 gave such operands, of which only products in a loop read, the
 /// registers of others in the same loop.
 template <class E, int DIM, uint32_t CONSUMERS>
-DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&scores)[N][4]) {
+DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn,
+    const unsigned char *stay, float (&scores)[N][4]) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
     products_touch(scores);
     products_begin();
-    multiply_rows<E, DIM, ROWS, ROWS>(scores, shared_address(stay), shared_address(shared.first + turn.slot() * Tile<ROWS, DIM>::BYTES));
+    multiply_rows<E, DIM, ROWS, ROWS>(scores, shared_address(stay),
+        shared_address(shared.first + turn.slot() * Tile<ROWS, DIM>::BYTES));
     products_commit();
 }
 
 /// Begins the gradients of the same tile's weights.
 template <class E, int DIM, uint32_t CONSUMERS>
-DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn, const unsigned char *stay, float (&gradients)[N][4]) {
+DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn,
+    const unsigned char *stay, float (&gradients)[N][4]) {
     products_touch(gradients);
     products_begin();
-    multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay), shared_address(shared.second + turn.slot() * Tile<ROWS, DIM>::BYTES));
+    multiply_rows<E, DIM, ROWS, ROWS>(gradients, shared_address(stay),
+        shared_address(shared.second + turn.slot() * Tile<ROWS, DIM>::BYTES));
     products_commit();
 }
 
@@ -160,21 +174,27 @@ struct Rotation {
 
     /// A warp's 16 rows from `row` on.
     template <int DIM>
-    __device__ __forceinline__ void turn_back(const Attention &call, uint32_t sample, uint32_t row, float (&c)[DIM / 8][4]) const {
+    __device__ __forceinline__ void turn_back(
+        const Attention &call, uint32_t sample, uint32_t row, float (&c)[DIM / 8][4]) const {
         if (!cosines) return;
         const uint32_t lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
         for (uint32_t half = 0; half < 2; half++) {
             const uint32_t own = row + lane / 4 + 8 * half;
             if (own >= call.s) continue;
-            const size_t at = (size_t)min(positions ? positions[(size_t)own * call.b + sample] : own, last) * (DIM / 2) + 2 * t;
+            const size_t at =
+                (size_t)min(positions ? positions[(size_t)own * call.b + sample] : own, last) *
+                    (DIM / 2) +
+                2 * t;
 #pragma unroll
             for (uint32_t n = 0; n < DIM / 16; n++) {
-                const float2 cosine = *reinterpret_cast<const float2 *>(cosines + at + n * 8), sine = *reinterpret_cast<const float2 *>(sines + at + n * 8);
+                const float2 cosine = *reinterpret_cast<const float2 *>(cosines + at + n * 8),
+                             sine = *reinterpret_cast<const float2 *>(sines + at + n * 8);
 #pragma unroll
                 for (uint32_t i = 0; i < 2; i++) {
                     float &first = c[n][2 * half + i], &second = c[n + DIM / 16][2 * half + i];
-                    const float a = first, b = second, turn_cos = i ? cosine.y : cosine.x, turn_sin = i ? sine.y : sine.x;
+                    const float a = first, b = second, turn_cos = i ? cosine.y : cosine.x,
+                                turn_sin = i ? sine.y : sine.x;
                     first = a * turn_cos + b * turn_sin;
                     second = b * turn_cos - a * turn_sin;
                 }
@@ -186,16 +206,20 @@ struct Rotation {
 /// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the
 /// other warpgroups compute them.
 template <class PASS, class E, int DIM>
-DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta, uint16_t *dqkv,
-                uint32_t *next, uint32_t section, const Rotation &rotation) {
+DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout,
+    const float *lse, const float *delta, uint16_t *dqkv, uint32_t *next, uint32_t section,
+    const Rotation &rotation) {
     DYNAMIC_SHARED(memory);
     using Block = Shared<DIM, PASS::template CONSUMERS<DIM>>;
     const Block shared(memory);
-    const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL, all = tiles * PASS::heads(call) * call.b;
+    const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL,
+                   all = tiles * PASS::heads(call) * call.b;
     shared.make_barriers(PASS::STAY_ARRIVALS, PASS::ARRIVALS);
     if (threadIdx.x < 128) {
         registers_give<24>();
-        if (threadIdx.x < 32) PASS::produce(call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
+        if (threadIdx.x < 32)
+            PASS::produce(
+                call, shared, qkv, dout, lse, delta, next + PASS::NUMBER, tiles, all, section);
     } else {
         registers_take<REGISTERS<Block::CONSUMERS>>();
         PASS::template consume<E>(call, shared, dqkv, tiles, all, section, rotation);
@@ -203,14 +227,15 @@ DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *do
 }
 
 /// Defines attention_NAME_sm90a_… of a pass, for every dtype and width.
-#define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                                                              \
-    KERNEL_BOUNDS(128 * (1 + PASS::CONSUMERS<DIM>), 1, attention_##NAME##_sm90a_##DTYPE##_##DIM, const __grid_constant__ TensorMap qkv,                             \
-                  const __grid_constant__ TensorMap dout, const Attention call, const float *lse, const float *delta, uint16_t *dqkv,      \
-                  uint32_t *next, uint32_t section, const Rotation rotation) {                                                             \
-        run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation);                                                             \
+#define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                     \
+    KERNEL_BOUNDS(128 * (1 + PASS::CONSUMERS<DIM>), 1, attention_##NAME##_sm90a_##DTYPE##_##DIM,   \
+        const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout,             \
+        const Attention call, const float *lse, const float *delta, uint16_t *dqkv,                \
+        uint32_t *next, uint32_t section, const Rotation rotation) {                               \
+        run<PASS, E, DIM>(call, &qkv, &dout, lse, delta, dqkv, next, section, rotation);           \
     }
-#define BACKWARD(NAME, PASS)                \
-    BACKWARD_OF(NAME, PASS, bf16, Bf16, 64)  \
-    BACKWARD_OF(NAME, PASS, bf16, Bf16, 128) \
-    BACKWARD_OF(NAME, PASS, f16, F16, 64)    \
+#define BACKWARD(NAME, PASS)                                                                       \
+    BACKWARD_OF(NAME, PASS, bf16, Bf16, 64)                                                        \
+    BACKWARD_OF(NAME, PASS, bf16, Bf16, 128)                                                       \
+    BACKWARD_OF(NAME, PASS, f16, F16, 64)                                                          \
     BACKWARD_OF(NAME, PASS, f16, F16, 128)

@@ -26,16 +26,21 @@ DEVICE void set_number(uint32_t *number, uint32_t value) {
 
 /// Adds to four numbers without waiting for them (Hopper and later).
 DEVICE void add_to(float4 *to, const float (&of)[4]) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(of[0]), "f"(of[1]), "f"(of[2]), "f"(of[3]) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(of[0]),
+        "f"(of[1]), "f"(of[2]), "f"(of[3])
+        : "memory");
 }
 
 #else
 
 DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
-    emulator::wait_outside([=] { return __atomic_load_n(number, __ATOMIC_ACQUIRE) >= value; }, "a wait for another block");
+    emulator::wait_outside([=] { return __atomic_load_n(number, __ATOMIC_ACQUIRE) >= value; },
+        "a wait for another block");
 }
 
-DEVICE void set_number(uint32_t *number, uint32_t value) { __atomic_store_n(number, value, __ATOMIC_RELEASE); }
+DEVICE void set_number(uint32_t *number, uint32_t value) {
+    __atomic_store_n(number, value, __ATOMIC_RELEASE);
+}
 
 DEVICE void add_to(float4 *to, const float (&of)[4]) {
     to->x += of[0];

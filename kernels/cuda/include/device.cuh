@@ -13,13 +13,13 @@
 extern "C" {
 ::emulator::Kernel *EMULATED_KERNELS = nullptr;
 }
-#define KERNEL_BOUNDS(threads, blocks, name, ...)                                                          \
-    extern "C" void name(__VA_ARGS__);                                                                     \
-    static ::emulator::Registered name##_registered(EMULATED_KERNELS, #name, name);                  \
+#define KERNEL_BOUNDS(threads, blocks, name, ...)                                                  \
+    extern "C" void name(__VA_ARGS__);                                                             \
+    static ::emulator::Registered name##_registered(EMULATED_KERNELS, #name, name);                \
     extern "C" void name(__VA_ARGS__)
 /// SHARED(float, tile, [32][33]); declares shared memory. It holds NaNs at first when emulated.
-#define SHARED(type, name, dimensions)                 \
-    static thread_local type name dimensions;          \
+#define SHARED(type, name, dimensions)                                                             \
+    static thread_local type name dimensions;                                                      \
     ::emulator::poison_once(&name, sizeof(name))
 #define DYNAMIC_SHARED(name) unsigned char *const name = ::emulator::dynamic_shared()
 #else
@@ -30,7 +30,8 @@ extern "C" {
 using bf16 = __nv_bfloat16;
 using f16 = __half;
 #define DEVICE __device__ __forceinline__
-#define KERNEL_BOUNDS(threads, blocks, name, ...) extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
+#define KERNEL_BOUNDS(threads, blocks, name, ...)                                                  \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 #define SHARED(type, name, dimensions) __shared__ type name dimensions
 /// The dynamic shared memory of the launch, aligned to 1024 bytes as tensor copies with swizzling
 /// want it.
@@ -73,17 +74,27 @@ DEVICE float exp2_fast(float x) {
 template <class T>
 DEVICE T from_float(float x);
 template <>
-DEVICE float from_float<float>(float x) { return x; }
+DEVICE float from_float<float>(float x) {
+    return x;
+}
 #ifdef EMULATED
 template <>
-DEVICE bf16 from_float<bf16>(float x) { return emulator_bf16(x); }
+DEVICE bf16 from_float<bf16>(float x) {
+    return emulator_bf16(x);
+}
 template <>
-DEVICE f16 from_float<f16>(float x) { return emulator_f16(x); }
+DEVICE f16 from_float<f16>(float x) {
+    return emulator_f16(x);
+}
 #else
 template <>
-DEVICE bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+DEVICE bf16 from_float<bf16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 template <>
-DEVICE f16 from_float<f16>(float x) { return __float2half_rn(x); }
+DEVICE f16 from_float<f16>(float x) {
+    return __float2half_rn(x);
+}
 #endif
 
 template <class T>

@@ -22,7 +22,8 @@ struct Dither {
 #pragma unroll
         for (int i = 0; i < n; i++) {
             const uint64_t number = first + across;
-            f(i, mixed(static_cast<uint32_t>(number) ^ key ^ static_cast<uint32_t>(number >> 32) * 0x9E3779B9u));
+            f(i, mixed(static_cast<uint32_t>(number) ^ key ^
+                       static_cast<uint32_t>(number >> 32) * 0x9E3779B9u));
             if (++across == width) across = 0, first += pitch;
         }
     }

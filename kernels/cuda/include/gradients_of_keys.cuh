@@ -11,7 +11,8 @@
 struct KeyWork {
     uint32_t first, group, sample, first_tile, end_tile;
 
-    __device__ __forceinline__ KeyWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+    __device__ __forceinline__ KeyWork(
+        const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
         const Place place(number, tiles, call.groups * call.b, section);
         first = place.tile * 2 * ROWS;
         group = place.which % call.groups;
@@ -21,10 +22,12 @@ struct KeyWork {
         // keys still wait for this one at exactly the tiles of queries that it takes.
         first_tile = first / ROWS;
         end_tile = first_tile + 1;
-        for (uint32_t end = (call.s + ROWS - 1) / ROWS; end > end_tile; end -= min(32u, end - end_tile)) {
+        for (uint32_t end = (call.s + ROWS - 1) / ROWS; end > end_tile;
+            end -= min(32u, end - end_tile)) {
             const uint32_t tile = end - 1 - threadIdx.x % 32;
             const bool is_later = tile >= end_tile && tile < end;
-            const uint32_t seeing = __ballot_sync(~0u, is_later && first_key(call, sample, tile * ROWS) < first + 2 * ROWS);
+            const uint32_t seeing = __ballot_sync(
+                ~0u, is_later && first_key(call, sample, tile * ROWS) < first + 2 * ROWS);
             if (seeing) {
                 end_tile = uniform(end + 1 - __ffs(static_cast<int>(seeing)));
                 break;
@@ -35,8 +38,9 @@ struct KeyWork {
 
 /// The warp that has tiles for gradients of keys copied.
 template <int DIM>
-DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const TensorMap *qkv, const TensorMap *dout, const float *lse,
-                      const float *delta, uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
+DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const TensorMap *qkv,
+    const TensorMap *dout, const float *lse, const float *delta, uint32_t *next, uint32_t tiles,
+    uint32_t all, uint32_t section) {
     constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
     const uint32_t lane = threadIdx.x % 32, of_group = call.heads_per_group;
     Turn<STAGES> turn;
@@ -45,7 +49,9 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
         const KeyWork work(call, number, tiles, section);
         // A key and a value come behind the heads of each group.
         const uint32_t end_head = (work.group + 1) * of_group, others = 2 * work.group;
-        if (lane == 0) fetch_stay(shared, stay.slot(), qkv, end_head + others, qkv, end_head + others + 1, work.first, work.sample);
+        if (lane == 0)
+            fetch_stay(shared, stay.slot(), qkv, end_head + others, qkv, end_head + others + 1,
+                work.first, work.sample);
         for (uint32_t tile = work.end_tile; tile-- > work.first_tile;)
             for (uint32_t head = end_head - of_group; head < end_head; head++, turn.count++) {
                 const uint32_t slot = turn.slot(), query = tile * ROWS;
@@ -53,8 +59,10 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
                 barrier_wait(shared.empty + slot, turn.parity() ^ 1);
                 if (lane == 0) {
                     barrier_expect(full, 2 * TILE);
-                    copy_tile<ROWS, DIM>(shared.first + slot * TILE, qkv, query, head + others, work.sample, full);
-                    copy_tile<ROWS, DIM>(shared.second + slot * TILE, dout, query, head, work.sample, full);
+                    copy_tile<ROWS, DIM>(
+                        shared.first + slot * TILE, qkv, query, head + others, work.sample, full);
+                    copy_tile<ROWS, DIM>(
+                        shared.second + slot * TILE, dout, query, head, work.sample, full);
                 }
                 shared.statistics[slot].fill(call, lse, delta, work.sample, head, query);
                 barrier_arrive(full);
@@ -67,7 +75,8 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
 /// takes.
 struct KeptSlants {
     /// Hands over a warp's 16 rows of a tile's slants, rounded.
-    __device__ __forceinline__ void hand_over(uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
+    __device__ __forceinline__ void hand_over(
+        uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
     /// Says that the warpgroup has none of a tile.
     __device__ __forceinline__ void none(uint32_t) const {}
 };
@@ -75,14 +84,16 @@ struct KeptSlants {
 /// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and
 /// gradients of outputs. Slants, the gradients of scores by their weights, are handed to `others`.
 template <class E, int DIM, class Others>
-DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section,
-                              const Rotation &rotation, const Others &others) {
+DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv,
+    uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation,
+    const Others &others) {
     // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of
     // the gradients of its weights; the results of wide ones take the registers that those would
     // need.
     constexpr bool BOTH_AHEAD = DIM == 64;
     constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
-    const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4),
+                   lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const uint32_t of_group = call.heads_per_group;
     Turn<STAGES> turn;
     Turn<Shared<DIM, 2>::STAYS> stay;
@@ -92,7 +103,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         if (number >= all) break;
         const KeyWork work(call, number, tiles, section);
         const uint32_t tile_key = work.first + half * ROWS, own = tile_key + warp * 16;
-        unsigned char *const own_keys = shared.first_stay(stay.slot(), half), *const own_values = shared.second_stay(stay.slot(), half);
+        unsigned char *const own_keys = shared.first_stay(stay.slot(), half),
+                             *const own_values = shared.second_stay(stay.slot(), half);
         float dk[DIM / 8][4], dv[DIM / 8][4], scores[N][4], gradients[N][4];
         uint32_t weights[N / 2][4], slants[N / 2][4];
         clear(dk);
@@ -100,9 +112,10 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         uint32_t tile = 0, in_group = 0, before = 0;
         // What a thread has of its queries' statistics is asked for before the waits that come
         // before its use.
-        const auto read = [&](float2 (&of)[N], const float *from) {
+        const auto read = [&](float2(&of)[N], const float *from) {
 #pragma unroll
-            for (uint32_t n = 0; n < N; n++) of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
+            for (uint32_t n = 0; n < N; n++)
+                of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
         };
         float2 lse_log2[N], delta[N];
         // The scores of the tile whose turn it is become powers of two's exponents.
@@ -123,14 +136,17 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
 #pragma unroll
             for (uint32_t n = 0; n < N; n++)
 #pragma unroll
-                for (uint32_t i = 0; i < 4; i++) scores[n][i] = scores[n][i] * scale - (i % 2 ? lse_log2[n].y : lse_log2[n].x);
+                for (uint32_t i = 0; i < 4; i++)
+                    scores[n][i] = scores[n][i] * scale - (i % 2 ? lse_log2[n].y : lse_log2[n].x);
             if (edge)
 #pragma unroll
                 for (uint32_t n = 0; n < N; n++) {
-                    const uint2 from = *reinterpret_cast<const uint2 *>(statistics.from + n * 8 + 2 * t);
+                    const uint2 from =
+                        *reinterpret_cast<const uint2 *>(statistics.from + n * 8 + 2 * t);
 #pragma unroll
                     for (uint32_t i = 0; i < 4; i++) {
-                        const uint32_t key = own + g + i / 2 * 8, at = query + n * 8 + 2 * t + i % 2;
+                        const uint32_t key = own + g + i / 2 * 8,
+                                       at = query + n * 8 + 2 * t + i % 2;
                         if (key > at || key < (i % 2 ? from.y : from.x)) scores[n][i] = -INFINITY;
                     }
                 }
@@ -146,11 +162,13 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
 #pragma unroll
             for (uint32_t n = 0; n < N; n++)
 #pragma unroll
-                for (uint32_t i = 0; i < 4; i++) gradients[n][i] = scores[n][i] * (gradients[n][i] - (i % 2 ? delta[n].y : delta[n].x));
+                for (uint32_t i = 0; i < 4; i++)
+                    gradients[n][i] =
+                        scores[n][i] * (gradients[n][i] - (i % 2 ? delta[n].y : delta[n].x));
         };
         const auto add = [&](uint32_t slot) {
-            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE), dk, slants,
-                                           shared_address(shared.first + slot * TILE));
+            multiply_weights<E, DIM, ROWS>(dv, weights, shared_address(shared.second + slot * TILE),
+                dk, slants, shared_address(shared.first + slot * TILE));
             products_commit();
         };
         const auto next = [&] {
@@ -244,10 +262,13 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
         const uint32_t count = own < call.s ? call.s - own : 0;
         some_wait(1 + half, 128); // but the whole warpgroup has multiplied them
-        uint16_t *const to = dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
-        store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
+        uint16_t *const to =
+            dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
+        store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count,
+            own_values + warp * 16 * SWIZZLED_ROW, dv, ones);
         rotation.turn_back<DIM>(call, work.sample, own, dk);
-        store_warp<E, ROWS, DIM>(to, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dk, scales);
+        store_warp<E, ROWS, DIM>(
+            to, qkv_stride(call), count, own_values + warp * 16 * SWIZZLED_ROW, dk, scales);
         before_copies();
         release(shared.stay_empty + stay.slot());
     }

@@ -19,7 +19,8 @@ struct Max {
 template <class Op>
 DEVICE float over_warp(float v) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) v = Op::join(v, __shfl_xor_sync(0xffffffffu, v, distance));
+    for (int distance = 16; distance > 0; distance /= 2)
+        v = Op::join(v, __shfl_xor_sync(0xffffffffu, v, distance));
     return v;
 }
 

@@ -11,11 +11,14 @@ struct Halves {
         uint32_t bits;
         memcpy(&bits, &value, 4);
         const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-        return {static_cast<uint16_t>(nan ? bits >> 16 | 0x40 : (bits + 0x8000) >> 16), static_cast<uint16_t>(nan ? 0 : bits)};
+        return {static_cast<uint16_t>(nan ? bits >> 16 | 0x40 : (bits + 0x8000) >> 16),
+            static_cast<uint16_t>(nan ? 0 : bits)};
     }
 
     DEVICE float value() const {
-        const uint32_t bits = (static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(low)));
+        const uint32_t bits =
+            (static_cast<uint32_t>(high) << 16) +
+            static_cast<uint32_t>(static_cast<int32_t>(static_cast<int16_t>(low)));
         float value;
         memcpy(&value, &bits, 4);
         return value;
@@ -38,7 +41,8 @@ DEVICE void store_four(uint16_t *high, uint16_t *low, const Vector<float> &value
 }
 
 DEVICE Vector<float> load_four(const uint16_t *high, const uint16_t *low) {
-    const uint2 raws[2] = {*reinterpret_cast<const uint2 *>(high), *reinterpret_cast<const uint2 *>(low)};
+    const uint2 raws[2] = {
+        *reinterpret_cast<const uint2 *>(high), *reinterpret_cast<const uint2 *>(low)};
     uint16_t highs[4], lows[4];
     memcpy(highs, &raws[0], 8);
     memcpy(lows, &raws[1], 8);

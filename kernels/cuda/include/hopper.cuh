@@ -22,7 +22,9 @@ constexpr uint32_t SWIZZLED_ROW = 128;
 
 /// Where 16-byte piece `piece` of row `row` is in a tile of such rows that begins at a multiple of
 /// 1024 bytes.
-DEVICE uint32_t swizzled(uint32_t row, uint32_t piece) { return row * SWIZZLED_ROW + (piece ^ row % 8) * 16; }
+DEVICE uint32_t swizzled(uint32_t row, uint32_t piece) {
+    return row * SWIZZLED_ROW + (piece ^ row % 8) * 16;
+}
 
 /// The descriptor of an operand of wgmma in such a tile whose first row is at a multiple of 1024
 /// bytes: [rows, 16] (the 16 along a row), or [16, columns] (the 16 down the rows), where the
@@ -71,7 +73,10 @@ DEVICE void products_touch(uint32_t (&a)[N][4]) {
 /// otherwise waits first, but not before a store that needs the sum. That store never happens: no
 /// addition gives this NaN, a signalling one.
 DEVICE void computed_before_wait(float sum, uint32_t shared) {
-    asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fa00001; @p st.shared.u32 [%1], %0;}" ::"r"(__float_as_uint(sum)), "r"(shared) : "memory");
+    asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0x7fa00001; @p st.shared.u32 [%1], %0;}" ::"r"(
+                     __float_as_uint(sum)),
+        "r"(shared)
+        : "memory");
 }
 
 /// Keeps the compiler from making what depends on `value` earlier, where it would occupy registers
@@ -81,7 +86,9 @@ DEVICE void made_here(uint32_t &value) { asm volatile("" : "+r"(value)); }
 /// Makes a barrier of `count` arrivals, by one thread; others see it after `barriers_made` and a
 /// barrier of the block.
 DEVICE void barrier_make(uint64_t *barrier, uint32_t count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+        : "memory");
 }
 
 DEVICE void barriers_made() {
@@ -91,46 +98,56 @@ DEVICE void barriers_made() {
 
 /// Arrives, once a phase.
 DEVICE void barrier_arrive(uint64_t *barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+        : "memory");
 }
 
 /// Arrives, and has the phase wait for that many bytes of copies.
 DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 
 /// Waits until the phase of this parity is complete: that of a barrier's first phase is 0, and of
 /// the one before it 1.
 DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
-    asm volatile(
-        "{.reg .pred p;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra done;\n"
-        "bra again;\n"
-        "done: }" ::"r"(shared_address(barrier)),
+    asm volatile("{.reg .pred p;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+                 "@p bra done;\n"
+                 "bra again;\n"
+                 "done: }" ::"r"(shared_address(barrier)),
         "r"(parity)
         : "memory");
 }
 
 /// Begins to copy a box of `map` to shared memory, at a multiple of 1024 bytes; its bytes count for
 /// `barrier`.
-DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t *barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
-                     shared_address(to)),
-                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-                 : "memory");
+DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2,
+    uint32_t c3, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
 }
 
 /// Has copies and products that begin later see shared memory as this thread's own reads and writes
 /// have left it; others are told behind it.
 DEVICE void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE void fetch_map(const TensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+DEVICE void fetch_map(const TensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 /// A barrier of some warps of a block, by number (1 to 15): waits for `threads` to come, or only
 /// comes.
-DEVICE void some_wait(uint32_t number, uint32_t threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
-DEVICE void some_come(uint32_t number, uint32_t threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+DEVICE void some_wait(uint32_t number, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+DEVICE void some_come(uint32_t number, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 
 /// Gives back registers of a warpgroup's threads down to N, or takes up to N.
 template <int N>

@@ -52,7 +52,8 @@ struct MBarrier {
 static_assert(sizeof(MBarrier) == 8, "an mbarrier has 64 bits");
 
 DEVICE uint32_t shared_address(const void *at) {
-    const uintptr_t offset = reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(emulator::dynamic_shared());
+    const uintptr_t offset =
+        reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(emulator::dynamic_shared());
     return static_cast<uint32_t>(offset);
 }
 
@@ -101,7 +102,8 @@ DEVICE void emulated_box(const HopperState::Box &box) {
         for (uint32_t i2 = 0; i2 < map.box[2]; i2++)
             for (uint32_t i1 = 0; i1 < map.box[1]; i1++)
                 for (uint32_t i0 = 0; i0 < map.box[0]; i0++, bytes += 2) {
-                    const uint32_t at[4] = {box.at[0] + i0, box.at[1] + i1, box.at[2] + i2, box.at[3] + i3};
+                    const uint32_t at[4] = {
+                        box.at[0] + i0, box.at[1] + i1, box.at[2] + i2, box.at[3] + i3};
                     uint64_t from = map.base;
                     bool inside = true;
                     for (int i = 0; i < 4; i++) {
@@ -119,8 +121,11 @@ DEVICE void emulated_box(const HopperState::Box &box) {
     b.write(box.barrier);
 }
 
-DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t *barrier) {
-    if (shared_address(to) % 1024) emulator::fail("cp.async.bulk.tensor: a swizzled box that does not begin at a multiple of 1024 bytes");
+DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, uint32_t c2,
+    uint32_t c3, uint64_t *barrier) {
+    if (shared_address(to) % 1024)
+        emulator::fail(
+            "cp.async.bulk.tensor: a swizzled box that does not begin at a multiple of 1024 bytes");
     HopperState::of_block().boxes.push_back({to, map, {c0, c1, c2, c3}, barrier});
 }
 
@@ -144,8 +149,12 @@ DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
 
 DEVICE void before_copies() {}
 DEVICE void fetch_map(const TensorMap *) {}
-DEVICE void some_wait(uint32_t number, uint32_t threads) { emulator::barrier(number, threads, 0, "bar.sync"); }
-DEVICE void some_come(uint32_t number, uint32_t threads) { emulator::barrier_arrive(number, threads); }
+DEVICE void some_wait(uint32_t number, uint32_t threads) {
+    emulator::barrier(number, threads, 0, "bar.sync");
+}
+DEVICE void some_come(uint32_t number, uint32_t threads) {
+    emulator::barrier_arrive(number, threads);
+}
 template <int N>
 DEVICE void registers_give() {}
 template <int N>
@@ -176,10 +185,12 @@ class EmulatedOperand {
     const uint32_t bytes = emulator::block().shared_bytes;
     const uint32_t start, leading, stride;
 
-  public:
+public:
     explicit EmulatedOperand(uint64_t descriptor)
-        : start((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4), stride((descriptor >> 32 & 0x3FFF) << 4) {
-        if (descriptor >> 62 != 1) emulator::fail("wgmma: only operands with a swizzle of 128 bytes are emulated");
+        : start((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4),
+          stride((descriptor >> 32 & 0x3FFF) << 4) {
+        if (descriptor >> 62 != 1)
+            emulator::fail("wgmma: only operands with a swizzle of 128 bytes are emulated");
     }
 
     /// Element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.
@@ -197,19 +208,30 @@ class EmulatedOperand {
 
 template <class E, int N>
 struct Wgmma {
-    static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<false>(c, a, b, false); }
-    static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<false>(c, a, b, true); }
-    static void assign_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<true>(c, a, b, false); }
-    static void add_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) { multiply<true>(c, a, b, true); }
-    static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) { multiply<true>(c, a, b, true); }
+    static void assign(float (&c)[N / 8][4], uint64_t a, uint64_t b) {
+        multiply<false>(c, a, b, false);
+    }
+    static void add(float (&c)[N / 8][4], uint64_t a, uint64_t b) {
+        multiply<false>(c, a, b, true);
+    }
+    static void assign_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) {
+        multiply<true>(c, a, b, false);
+    }
+    static void add_turned(float (&c)[N / 8][4], uint64_t a, uint64_t b) {
+        multiply<true>(c, a, b, true);
+    }
+    static void add_weighed(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b) {
+        multiply<true>(c, a, b, true);
+    }
 
-  private:
+private:
     template <bool TRANSPOSED>
-    static void multiply(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+    static void multiply(
+        float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
         struct Fragment {
             uint32_t a[4];
         };
-        float(*const to)[4] = c;
+        float (*const to)[4] = c;
         const uint32_t *const registers = a;
         HopperState::of_block().own().back().push_back([=] {
             const Fragment mine{{registers[0], registers[1], registers[2], registers[3]}};
@@ -232,13 +254,15 @@ struct Wgmma {
 
     template <bool TURNED>
     static void multiply(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool accumulate) {
-        float(*const to)[4] = c;
+        float (*const to)[4] = c;
         HopperState::of_block().own().back().push_back([=] {
-            const uint32_t lane = emulator::thread().number % 32, warp = emulator::thread().number / 32 % 4;
+            const uint32_t lane = emulator::thread().number % 32,
+                           warp = emulator::thread().number / 32 % 4;
             const EmulatedOperand<E> of_a(a);
             float left[2][16];
             for (uint32_t half = 0; half < 2; half++)
-                for (uint32_t k = 0; k < 16; k++) left[half][k] = of_a.at(TURNED, 16 * warp + lane / 4 + 8 * half, k);
+                for (uint32_t k = 0; k < 16; k++)
+                    left[half][k] = of_a.at(TURNED, 16 * warp + lane / 4 + 8 * half, k);
             apply<TURNED>(to, left, b, accumulate);
         });
     }
@@ -255,7 +279,8 @@ struct Wgmma {
                     sums[0] += left[0][k] * right;
                     sums[1] += left[1][k] * right;
                 }
-                for (uint32_t half = 0; half < 2; half++) c[n][2 * half + i] = (accumulate ? c[n][2 * half + i] : 0.0f) + sums[half];
+                for (uint32_t half = 0; half < 2; half++)
+                    c[n][2 * half + i] = (accumulate ? c[n][2 * half + i] : 0.0f) + sums[half];
             }
     }
 };

@@ -16,13 +16,15 @@ struct Bf16 {
     /// `low` in the lower half.
     __device__ __forceinline__ static uint32_t pack(float low, float high);
     __device__ __forceinline__ static float2 unpack(uint32_t pair);
-    __device__ __forceinline__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+    __device__ __forceinline__ static void mma(
+        float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 };
 
 struct F16 {
     __device__ __forceinline__ static uint32_t pack(float low, float high);
     __device__ __forceinline__ static float2 unpack(uint32_t pair);
-    __device__ __forceinline__ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+    __device__ __forceinline__ static void mma(
+        float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 };
 
 /// Fragments of zeros.
@@ -52,8 +54,10 @@ __device__ __forceinline__ float2 Bf16::unpack(uint32_t pair) {
     return float2{__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
 }
 
-__device__ __forceinline__ void Bf16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void Bf16::mma(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -66,12 +70,16 @@ __device__ __forceinline__ uint32_t F16::pack(float low, float high) {
 
 __device__ __forceinline__ float2 F16::unpack(uint32_t pair) {
     float2 v;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(v.x), "=f"(v.y) : "r"(pair));
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(v.x), "=f"(v.y)
+        : "r"(pair));
     return v;
 }
 
-__device__ __forceinline__ void F16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void F16::mma(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -83,35 +91,39 @@ DEVICE uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic
 /// bytes, so aligned), and gets the elements (g, 2t) and (g, 2t + 1) of matrix m in register m.
 DEVICE void ldmatrix(uint32_t (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"(shared_address(row))
+        : "memory");
 }
 
 /// As `ldmatrix`, transposed: the elements (2t, g) and (2t + 1, g).
 DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row))
-                 : "memory");
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+        : "r"(shared_address(row))
+        : "memory");
 }
 
 /// Writes what `ldmatrix` reads, the other way round; of Hopper and later.
 DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 }
 
 /// Begins to copy 16 bytes from global to shared memory, or zeros where `valid` is false.
 DEVICE void copy_16(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+        "l"(from), "r"(valid ? 16 : 0)
+        : "memory");
 }
 
 /// As `copy_16`, of 4 bytes.
 DEVICE void copy_4(void *to, const void *from, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0)
-                 : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)),
+        "l"(from), "r"(valid ? 4 : 0)
+        : "memory");
 }
 
 /// Ends a group of this thread's copies.
@@ -120,15 +132,26 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 /// Waits until all but the last N groups of this thread's copies are complete; other threads see
 /// them after a barrier.
 template <int N>
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 #else
 
-
-uint32_t Bf16::pack(float low, float high) { return from_float<bf16>(low).bits | static_cast<uint32_t>(from_float<bf16>(high).bits) << 16; }
-float2 Bf16::unpack(uint32_t pair) { return {to_float(bf16{static_cast<uint16_t>(pair)}), to_float(bf16{static_cast<uint16_t>(pair >> 16)})}; }
-uint32_t F16::pack(float low, float high) { return from_float<f16>(low).bits | static_cast<uint32_t>(from_float<f16>(high).bits) << 16; }
-float2 F16::unpack(uint32_t pair) { return {to_float(f16{static_cast<uint16_t>(pair)}), to_float(f16{static_cast<uint16_t>(pair >> 16)})}; }
+uint32_t Bf16::pack(float low, float high) {
+    return from_float<bf16>(low).bits | static_cast<uint32_t>(from_float<bf16>(high).bits) << 16;
+}
+float2 Bf16::unpack(uint32_t pair) {
+    return {to_float(bf16{static_cast<uint16_t>(pair)}),
+        to_float(bf16{static_cast<uint16_t>(pair >> 16)})};
+}
+uint32_t F16::pack(float low, float high) {
+    return from_float<f16>(low).bits | static_cast<uint32_t>(from_float<f16>(high).bits) << 16;
+}
+float2 F16::unpack(uint32_t pair) {
+    return {to_float(f16{static_cast<uint16_t>(pair)}),
+        to_float(f16{static_cast<uint16_t>(pair >> 16)})};
+}
 
 /// A thread's share of A and B.
 struct EmulatedOperands {
@@ -140,7 +163,7 @@ DEVICE void emulated_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
     const EmulatedOperands mine{{a[0], a[1], a[2], a[3]}, {b0, b1}};
     emulator::exchange(~0u, "mma.sync", mine, [&](auto lanes) {
         const uint32_t g = emulator::thread().number % 32 / 4, t = emulator::thread().number % 4;
-        float left[2][16], right[2][16];  // rows g and g + 8 of A, columns 2t and 2t + 1 of B
+        float left[2][16], right[2][16]; // rows g and g + 8 of A, columns 2t and 2t + 1 of B
         for (uint32_t of = 0; of < 4; of++) {
             const EmulatedOperands row = lanes[4 * g + of];
             for (uint32_t r = 0; r < 4; r++) {
@@ -166,27 +189,38 @@ DEVICE void emulated_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
     });
 }
 
-void Bf16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emulated_mma<Bf16>(c, a, b0, b1); }
-void F16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emulated_mma<F16>(c, a, b0, b1); }
+void Bf16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulated_mma<Bf16>(c, a, b0, b1);
+}
+void F16::mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    emulated_mma<F16>(c, a, b0, b1);
+}
 
 DEVICE void emulated_ldmatrix(uint32_t (&r)[4], const void *row, bool transposed) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) emulator::fail("ldmatrix: a row that is not aligned to 16 bytes");
-    emulator::exchange(~0u, transposed ? "ldmatrix.trans" : "ldmatrix", static_cast<const uint16_t *>(row), [&](auto rows) {
-        const uint32_t g = emulator::thread().number % 32 / 4, t = emulator::thread().number % 4;
-        for (uint32_t m = 0; m < 4; m++) {
-            const uint32_t low = transposed ? rows[8 * m + 2 * t][g] : rows[8 * m + g][2 * t];
-            const uint32_t high = transposed ? rows[8 * m + 2 * t + 1][g] : rows[8 * m + g][2 * t + 1];
-            r[m] = low | high << 16;
-        }
-        return 0;
-    });
+    if (reinterpret_cast<uintptr_t>(row) % 16)
+        emulator::fail("ldmatrix: a row that is not aligned to 16 bytes");
+    emulator::exchange(~0u, transposed ? "ldmatrix.trans" : "ldmatrix",
+        static_cast<const uint16_t *>(row), [&](auto rows) {
+            const uint32_t g = emulator::thread().number % 32 / 4,
+                           t = emulator::thread().number % 4;
+            for (uint32_t m = 0; m < 4; m++) {
+                const uint32_t low = transposed ? rows[8 * m + 2 * t][g] : rows[8 * m + g][2 * t];
+                const uint32_t high =
+                    transposed ? rows[8 * m + 2 * t + 1][g] : rows[8 * m + g][2 * t + 1];
+                r[m] = low | high << 16;
+            }
+            return 0;
+        });
 }
 
 DEVICE void ldmatrix(uint32_t (&r)[4], const void *row) { emulated_ldmatrix(r, row, false); }
-DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) { emulated_ldmatrix(r, row, true); }
+DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) {
+    emulated_ldmatrix(r, row, true);
+}
 
 DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
-    if (reinterpret_cast<uintptr_t>(row) % 16) emulator::fail("stmatrix: a row that is not aligned to 16 bytes");
+    if (reinterpret_cast<uintptr_t>(row) % 16)
+        emulator::fail("stmatrix: a row that is not aligned to 16 bytes");
     emulator::exchange(~0u, "stmatrix", static_cast<uint16_t *>(row), [&](auto rows) {
         const uint32_t g = emulator::thread().number % 32 / 4, t = emulator::thread().number % 4;
         for (uint32_t m = 0; m < 4; m++) memcpy(rows[8 * m + g] + 2 * t, r + m, 4);
@@ -197,7 +231,8 @@ DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
 /// Copies land as late as they may, at the wait for them, so that who reads earlier finds what was
 /// there before.
 DEVICE void emulated_copy(void *to, const void *from, size_t bytes, bool valid) {
-    if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
+    if (reinterpret_cast<uintptr_t>(to) % bytes ||
+        (valid && reinterpret_cast<uintptr_t>(from) % bytes))
         emulator::fail("cp.async: an address that is not aligned to %zu bytes", bytes);
     auto &groups = emulator::thread().copies;
     if (groups.empty()) groups.emplace_back();
@@ -212,6 +247,8 @@ DEVICE void copies_commit() {
     groups.emplace_back();
 }
 template <int N>
-DEVICE void copies_wait() { emulator::finish_copies(N); }
+DEVICE void copies_wait() {
+    emulator::finish_copies(N);
+}
 
 #endif

@@ -9,9 +9,10 @@
 DEVICE uint4 philox4x32(uint4 c, uint2 key) {
 #pragma unroll
     for (int round = 0; round < 10; round++) {
-        const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
+        const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x,
+                       p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
         c = make_uint4(static_cast<uint32_t>(p1 >> 32) ^ c.y ^ key.x, static_cast<uint32_t>(p1),
-                       static_cast<uint32_t>(p0 >> 32) ^ c.w ^ key.y, static_cast<uint32_t>(p0));
+            static_cast<uint32_t>(p0 >> 32) ^ c.w ^ key.y, static_cast<uint32_t>(p0));
         key.x += 0x9E3779B9u;
         key.y += 0xBB67AE85u;
     }
@@ -21,5 +22,6 @@ DEVICE uint4 philox4x32(uint4 c, uint2 key) {
 /// A dropout key's four words, those of `kernels::dropout::DropoutKey::derive`, of the step (its
 /// low word first) and what they are made of besides it: two words of the seed, layer, site.
 DEVICE uint4 derive_key(uint4 without_step, uint2 step) {
-    return philox4x32(make_uint4(step.x, step.y, without_step.z, without_step.w), make_uint2(without_step.x, without_step.y));
+    return philox4x32(make_uint4(step.x, step.y, without_step.z, without_step.w),
+        make_uint2(without_step.x, without_step.y));
 }

@@ -27,8 +27,9 @@ struct Softmax {
     /// `query` is the warp's first one; `edge` says whether some of these queries do not see all of
     /// these keys. Gives the factor that is left to apply.
     template <int N>
-    __device__ __forceinline__ float raise(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
-                                           float (&scores)[M][N][4], float (&corrections)[M][2]) {
+    __device__ __forceinline__ float raise(const Attention &call, float slope, uint32_t sample,
+        uint32_t query, uint32_t key, bool edge, float (&scores)[M][N][4],
+        float (&corrections)[M][2]) {
         const uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         const float scale = tilt<false>(call, slope, query, key, scores);
         if (edge) {
@@ -39,12 +40,14 @@ struct Softmax {
                     // Relative to the thread's first key, so that those of its others are
                     // constants.
                     const uint32_t row = query + m * 16 + g + half * 8, own = key + 2 * t;
-                    const int last = static_cast<int>(row - own), first = static_cast<int>(first_key(call, sample, row) - own);
+                    const int last = static_cast<int>(row - own),
+                              first = static_cast<int>(first_key(call, sample, row) - own);
 #pragma unroll
                     for (int n = 0; n < N; n++)
 #pragma unroll
                         for (int i = 0; i < 2; i++) {
-                            if (n * 8 + i > last || n * 8 + i < first) scores[m][n][2 * half + i] = -INFINITY;
+                            if (n * 8 + i > last || n * 8 + i < first)
+                                scores[m][n][2 * half + i] = -INFINITY;
                         }
                 }
         }
@@ -54,7 +57,8 @@ struct Softmax {
             for (int half = 0; half < 2; half++) {
                 float top = scores[m][0][2 * half];
 #pragma unroll
-                for (int n = 0; n < N; n++) top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+                for (int n = 0; n < N; n++)
+                    top = fmaxf(top, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
                 const float old = maxima[m][half];
@@ -66,7 +70,8 @@ struct Softmax {
 
     /// Turns them into weights 2^(score − maximum), 0 for keys that a query does not see.
     template <int N>
-    __device__ __forceinline__ void weigh(float scale, float (&scores)[M][N][4], const float (&corrections)[M][2]) {
+    __device__ __forceinline__ void weigh(
+        float scale, float (&scores)[M][N][4], const float (&corrections)[M][2]) {
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
@@ -76,7 +81,8 @@ struct Softmax {
                 for (int n = 0; n < N; n++)
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const float weight = exp2_fast(scores[m][n][2 * half + i] * scale - reference(m, half));
+                        const float weight =
+                            exp2_fast(scores[m][n][2 * half + i] * scale - reference(m, half));
                         scores[m][n][2 * half + i] = weight;
                         sum += weight;
                     }
@@ -85,18 +91,23 @@ struct Softmax {
     }
 
     /// A row that has seen nothing yet has the maximum −∞; its weights are to be 0.
-    __device__ __forceinline__ float reference(int m, int half) const { return maxima[m][half] == -INFINITY ? 0.0f : maxima[m][half]; }
+    __device__ __forceinline__ float reference(int m, int half) const {
+        return maxima[m][half] == -INFINITY ? 0.0f : maxima[m][half];
+    }
 
     /// Both.
     template <int N>
-    __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample, uint32_t query, uint32_t key, bool edge,
-                                         float (&scores)[M][N][4], float (&corrections)[M][2]) {
-        weigh(raise(call, slope, sample, query, key, edge, scores, corrections), scores, corrections);
+    __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample,
+        uint32_t query, uint32_t key, bool edge, float (&scores)[M][N][4],
+        float (&corrections)[M][2]) {
+        weigh(
+            raise(call, slope, sample, query, key, edge, scores, corrections), scores, corrections);
     }
 
     /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply
     /// with.
-    __device__ __forceinline__ void end(const Attention &call, uint32_t sample, uint32_t head, uint32_t query, float kept, float *lse, float (&factors)[M][2]) {
+    __device__ __forceinline__ void end(const Attention &call, uint32_t sample, uint32_t head,
+        uint32_t query, float kept, float *lse, float (&factors)[M][2]) {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -107,7 +118,9 @@ struct Softmax {
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 factors[m][half] = kept / sum;
                 const uint32_t at = query + m * 16 + lane / 4 + 8 * half;
-                if (lane % 4 == 0 && at < call.s) lse[statistics_at(call, sample, head) + at] = maxima[m][half] * LN_2 + logf(sum);
+                if (lane % 4 == 0 && at < call.s)
+                    lse[statistics_at(call, sample, head) + at] =
+                        maxima[m][half] * LN_2 + logf(sum);
             }
     }
 };

@@ -7,7 +7,8 @@
 #include "mma.cuh"
 
 /// Elements from one row of a tile of DIM columns to the next.
-template <int DIM> constexpr int ROW = DIM + 8;
+template <int DIM>
+constexpr int ROW = DIM + 8;
 
 /// Rows of a head in global memory.
 struct Rows {
@@ -19,7 +20,9 @@ struct Rows {
     bool aligned;
 
     /// The rows `offset` elements further on.
-    __device__ __forceinline__ Rows from(size_t offset) const { return {at + offset, stride, count, width, aligned}; }
+    __device__ __forceinline__ Rows from(size_t offset) const {
+        return {at + offset, stride, count, width, aligned};
+    }
 };
 
 /// Begins to copy COUNT rows from `first` on into a tile by all THREADS of the block, zeros behind
@@ -31,16 +34,19 @@ DEVICE void copy_rows(uint16_t *tile, const Rows &rows, uint32_t first) {
     if (rows.aligned) {
 #pragma unroll
         for (int i = 0; i < COUNT * PIECES / THREADS; i++) {
-            uint32_t piece = threadIdx.x + i * THREADS, row = piece / PIECES, column = piece % PIECES * 8;
+            uint32_t piece = threadIdx.x + i * THREADS, row = piece / PIECES,
+                     column = piece % PIECES * 8;
             bool valid = first + row < rows.count && column < rows.width;
-            const uint16_t *from = rows.at + (valid ? (size_t)(first + row) * rows.stride + column : 0);
+            const uint16_t *from =
+                rows.at + (valid ? (size_t)(first + row) * rows.stride + column : 0);
             copy_16(tile + row * ROW<DIM> + column, from, valid);
         }
     } else {
         for (uint32_t element = threadIdx.x; element < COUNT * DIM; element += THREADS) {
             uint32_t row = element / DIM, column = element % DIM;
             bool valid = first + row < rows.count && column < rows.width;
-            tile[row * ROW<DIM> + column] = valid ? rows.at[(size_t)(first + row) * rows.stride + column] : 0;
+            tile[row * ROW<DIM> + column] =
+                valid ? rows.at[(size_t)(first + row) * rows.stride + column] : 0;
         }
     }
 }
@@ -55,12 +61,14 @@ DEVICE void store_rows(uint16_t *to, const Rows &rows, uint32_t first, const uin
         for (uint32_t piece = lane; piece < COUNT * PIECES; piece += 32) {
             uint32_t row = piece / PIECES, column = piece % PIECES * 8;
             if (first + row < rows.count && column < rows.width)
-                *(uint4 *)(to + (size_t)(first + row) * rows.stride + column) = *(const uint4 *)(tile + row * ROW<DIM> + column);
+                *(uint4 *)(to + (size_t)(first + row) * rows.stride + column) =
+                    *(const uint4 *)(tile + row * ROW<DIM> + column);
         }
     } else {
         for (uint32_t element = lane; element < COUNT * DIM; element += 32) {
             uint32_t row = element / DIM, column = element % DIM;
-            if (first + row < rows.count && column < rows.width) to[(size_t)(first + row) * rows.stride + column] = tile[row * ROW<DIM> + column];
+            if (first + row < rows.count && column < rows.width)
+                to[(size_t)(first + row) * rows.stride + column] = tile[row * ROW<DIM> + column];
         }
     }
 }
@@ -74,7 +82,8 @@ DEVICE void left_fragment(uint32_t (&a)[4], const uint16_t *tile, int row, int c
 
 /// C [M · 16, N · 8] += A · Bᵀ over DIM columns: A's and B's rows lie in tiles.
 template <class E, int DIM, int M, int N>
-DEVICE void product_of_rows(float (&c)[M][N][4], const uint16_t *a_tile, int a_row, const uint16_t *b_tile) {
+DEVICE void product_of_rows(
+    float (&c)[M][N][4], const uint16_t *a_tile, int a_row, const uint16_t *b_tile) {
     static_assert(N % 2 == 0, "fragments of B are read in pairs");
     uint32_t lane = threadIdx.x % 32;
     const uint16_t *b_at = b_tile + (lane % 8 + lane / 16 * 8) * ROW<DIM> + lane / 8 % 2 * 8;
@@ -99,7 +108,8 @@ DEVICE void product_of_rows(float (&c)[M][N][4], const uint16_t *a_tile, int a_r
 /// C [M · 16, DIM] += A · B over K rows of B, which lie in a tile; A are weights [M · 16, K] as a
 /// product left them, rounded to 16 bits.
 template <class E, int DIM, int M, int K>
-DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weights)[M][K / 8][2], const uint16_t *b_tile) {
+DEVICE void product_of_weights(
+    float (&c)[M][DIM / 8][4], const uint32_t (&weights)[M][K / 8][2], const uint16_t *b_tile) {
     uint32_t lane = threadIdx.x % 32;
     const uint16_t *b_at = b_tile + lane % 16 * ROW<DIM> + lane / 16 * 8;
 #pragma unroll
@@ -112,7 +122,8 @@ DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weigh
             for (int m = 0; m < M; m++) {
                 // What a thread holds of two neighbouring fragments C is what it must hold of one
                 // fragment A.
-                const uint32_t a[4] = {weights[m][2 * k][0], weights[m][2 * k][1], weights[m][2 * k + 1][0], weights[m][2 * k + 1][1]};
+                const uint32_t a[4] = {weights[m][2 * k][0], weights[m][2 * k][1],
+                    weights[m][2 * k + 1][0], weights[m][2 * k + 1][1]};
                 E::mma(c[m][n], a, b[0], b[1]);
                 E::mma(c[m][n + 1], a, b[2], b[3]);
             }
@@ -123,7 +134,8 @@ DEVICE void product_of_weights(float (&c)[M][DIM / 8][4], const uint32_t (&weigh
 /// Writes C [M · 16, DIM], times a factor per row, rounded, to rows of global memory from `first`
 /// on, by way of rows of a tile that only this warp uses.
 template <class E, int DIM, int M>
-DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own, const float (&c)[M][DIM / 8][4], const float (&factors)[M][2]) {
+DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own,
+    const float (&c)[M][DIM / 8][4], const float (&factors)[M][2]) {
     uint32_t lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
@@ -132,8 +144,10 @@ DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint
         for (int n = 0; n < DIM / 8; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                uint32_t pair = E::pack(c[m][n][2 * half] * factors[m][half], c[m][n][2 * half + 1] * factors[m][half]);
-                *reinterpret_cast<uint32_t *>(own + (16 * m + 8 * half + lane / 4) * ROW<DIM> + n * 8 + lane % 4 * 2) = pair;
+                uint32_t pair = E::pack(
+                    c[m][n][2 * half] * factors[m][half], c[m][n][2 * half + 1] * factors[m][half]);
+                *reinterpret_cast<uint32_t *>(
+                    own + (16 * m + 8 * half + lane / 4) * ROW<DIM> + n * 8 + lane % 4 * 2) = pair;
             }
     __syncwarp();
     store_rows<M * 16, DIM>(to, rows, first, own);
@@ -141,7 +155,8 @@ DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint
 
 /// As above, with one factor.
 template <class E, int DIM, int M>
-DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own, const float (&c)[M][DIM / 8][4], float factor) {
+DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own,
+    const float (&c)[M][DIM / 8][4], float factor) {
     float factors[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) factors[m][0] = factors[m][1] = factor;

@@ -24,13 +24,15 @@ struct Tile {
 /// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes
 /// of BOX rows.
 template <int ROWS, int DIM, int BOX = ROWS>
-DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part, uint32_t sample, uint64_t *full) {
+DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part,
+    uint32_t sample, uint64_t *full) {
     static_assert(ROWS % BOX == 0 && BOX % 8 == 0, "boxes one after the other are as a single one");
 #pragma unroll
     for (uint32_t box = 0; box < DIM / 64; box++)
 #pragma unroll
         for (uint32_t row = 0; row < ROWS; row += BOX)
-            copy_box(to + box * Tile<ROWS, DIM>::BOX + row * SWIZZLED_ROW, map, box * 64, part, sample, first + row, full);
+            copy_box(to + box * Tile<ROWS, DIM>::BOX + row * SWIZZLED_ROW, map, box * 64, part,
+                sample, first + row, full);
 }
 
 /// What all threads of a warp have alike. Saying so keeps it, and what is made of it, out of their
@@ -40,11 +42,15 @@ DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 /// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a
 /// 16th of them, which leaves one addition between products where the address would take ten
 /// instructions.
-DEVICE uint64_t operand(uint32_t address, uint32_t next) { return descriptor(uniform(address), next); }
+DEVICE uint64_t operand(uint32_t address, uint32_t next) {
+    return descriptor(uniform(address), next);
+}
 
 /// Bytes from a tile's beginning to its columns from 16 · k on.
 template <int ROWS, int DIM>
-DEVICE constexpr uint32_t columns_at(uint32_t k) { return k / 4 * Tile<ROWS, DIM>::BOX + k % 4 * 32; }
+DEVICE constexpr uint32_t columns_at(uint32_t k) {
+    return k / 4 * Tile<ROWS, DIM>::BOX + k % 4 * 32;
+}
 
 /// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of
 /// A_ROWS and a tile of N rows.
@@ -54,26 +60,32 @@ DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
     Wgmma<E, N>::assign(c, left, right);
 #pragma unroll
     for (uint32_t k = 1; k < DIM / 16; k++)
-        Wgmma<E, N>::add(c, left + columns_at<A_ROWS, DIM>(k) / 16, right + columns_at<N, DIM>(k) / 16);
+        Wgmma<E, N>::add(
+            c, left + columns_at<A_ROWS, DIM>(k) / 16, right + columns_at<N, DIM>(k) / 16);
 }
 
 /// Begins C [64, DIM] += weights · B over K rows of a tile.
 template <class E, int DIM, int K>
-DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
+DEVICE void multiply_weights(
+    float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
     const uint64_t right = operand(b, Tile<K, DIM>::BOX);
 #pragma unroll
-    for (uint32_t k = 0; k < K / 16; k++) Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
+    for (uint32_t k = 0; k < K / 16; k++)
+        Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
 }
 
 /// Begins two of them, whose products alternate: none waits for the sums of the one before it.
 template <class E, int DIM, int K>
-DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b, float (&other_c)[DIM / 8][4],
-                             const uint32_t (&other_weights)[K / 16][4], uint32_t other_b) {
-    const uint64_t right = operand(b, Tile<K, DIM>::BOX), other_right = operand(other_b, Tile<K, DIM>::BOX);
+DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4],
+    uint32_t b, float (&other_c)[DIM / 8][4], const uint32_t (&other_weights)[K / 16][4],
+    uint32_t other_b) {
+    const uint64_t right = operand(b, Tile<K, DIM>::BOX),
+                   other_right = operand(other_b, Tile<K, DIM>::BOX);
 #pragma unroll
     for (uint32_t k = 0; k < K / 16; k++) {
         Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
-        Wgmma<E, DIM>::add_weighed(other_c, other_weights[k], other_right + k * 16 * SWIZZLED_ROW / 16);
+        Wgmma<E, DIM>::add_weighed(
+            other_c, other_weights[k], other_right + k * 16 * SWIZZLED_ROW / 16);
     }
 }
 
@@ -83,7 +95,8 @@ DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4])
 #pragma unroll
     for (uint32_t k = 0; k < N / 2; k++)
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
+        for (uint32_t i = 0; i < 4; i++)
+            weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
 /// Arrives for the warp, whose threads have all read what is given back: an arrival is behind what
@@ -97,7 +110,8 @@ DEVICE void release(uint64_t *barrier) {
 /// by way of rows of a tile that only this warp uses, so that 16 bytes are written at once. The
 /// rows begin at a multiple of 1024 bytes.
 template <class E, int ROWS, int DIM>
-DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows, const float (&c)[DIM / 8][4], const float (&factors)[2]) {
+DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows,
+    const float (&c)[DIM / 8][4], const float (&factors)[2]) {
     uint32_t lane = threadIdx.x % 32;
     made_here(lane);
     __syncwarp();
@@ -106,7 +120,8 @@ DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned cha
 #pragma unroll
         for (uint32_t i = 0; i < 2; i++) {
             const uint32_t pair = E::pack(c[n][2 * i] * factors[i], c[n][2 * i + 1] * factors[i]);
-            *reinterpret_cast<uint32_t *>(rows + n / 8 * Tile<ROWS, DIM>::BOX + swizzled(lane / 4 + 8 * i, n % 8) + lane % 4 * 4) = pair;
+            *reinterpret_cast<uint32_t *>(rows + n / 8 * Tile<ROWS, DIM>::BOX +
+                                          swizzled(lane / 4 + 8 * i, n % 8) + lane % 4 * 4) = pair;
         }
     __syncwarp();
 #pragma unroll
@@ -114,7 +129,8 @@ DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned cha
         const uint32_t piece = lane + 32 * i, row = piece / (DIM / 8), column = piece % (DIM / 8);
         if (row < count)
             *reinterpret_cast<uint4 *>(to + row * stride + column * 8) =
-                *reinterpret_cast<const uint4 *>(rows + column / 8 * Tile<ROWS, DIM>::BOX + swizzled(row, column % 8));
+                *reinterpret_cast<const uint4 *>(
+                    rows + column / 8 * Tile<ROWS, DIM>::BOX + swizzled(row, column % 8));
     }
 }
 
@@ -134,8 +150,10 @@ struct Turn {
 struct Place {
     uint32_t tile, which;
 
-    __device__ __forceinline__ Place(uint32_t number, uint32_t tiles, uint32_t all, uint32_t section) {
-        const uint32_t begin = number / (section * tiles) * section, in_section = number - begin * tiles, size = min(section, all - begin);
+    __device__ __forceinline__ Place(
+        uint32_t number, uint32_t tiles, uint32_t all, uint32_t section) {
+        const uint32_t begin = number / (section * tiles) * section,
+                       in_section = number - begin * tiles, size = min(section, all - begin);
         tile = in_section / size;
         which = begin + in_section % size;
     }
@@ -149,8 +167,10 @@ template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
     uint32_t first, end_query, head, sample;
 
-    __device__ __forceinline__ QueryWork(const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
-        const uint32_t heads = call.groups * call.heads_per_group, missing = tiles * QUERIES - (call.s + OWN - 1) / OWN * OWN;
+    __device__ __forceinline__ QueryWork(
+        const Attention &call, uint32_t number, uint32_t tiles, uint32_t section) {
+        const uint32_t heads = call.groups * call.heads_per_group,
+                       missing = tiles * QUERIES - (call.s + OWN - 1) / OWN * OWN;
         const Place place(number, tiles, heads * call.b, section);
         first = (tiles - 1 - place.tile) * QUERIES;
         end_query = min(first + QUERIES - missing, call.s);
@@ -159,6 +179,8 @@ struct QueryWork {
         sample = place.which / heads;
     }
 
-    __device__ __forceinline__ uint32_t begin(const Attention &call) const { return first_key(call, sample, first) / KEYS; }
+    __device__ __forceinline__ uint32_t begin(const Attention &call) const {
+        return first_key(call, sample, first) / KEYS;
+    }
     __device__ __forceinline__ uint32_t end() const { return (end_query - 1) / KEYS + 1; }
 };

@@ -16,8 +16,9 @@ extern "C" {
 #include "files.inc"
 #undef KERNELS_OF
 
-bool emulator_run_block(const emulator::Kernel *kernel, const uint32_t *grid, uint32_t num_threads, uint32_t shared_bytes, const uint32_t *index,
-                        uint32_t order, uint64_t seed, void **args, char *error, size_t error_room);
+bool emulator_run_block(const emulator::Kernel *kernel, const uint32_t *grid, uint32_t num_threads,
+    uint32_t shared_bytes, const uint32_t *index, uint32_t order, uint64_t seed, void **args,
+    char *error, size_t error_room);
 }
 
 namespace standin {
@@ -32,8 +33,7 @@ enum class From { Project, Candle };
 
 const emulator::Kernel *find(From from, const char *name) {
     std::vector<const emulator::Kernel *> lists;
-    if (from == From::Candle)
-        lists = {candle_kernels};
+    if (from == From::Candle) lists = {candle_kernels};
     else
         lists = {
 #define KERNELS_OF(file) emulated_##file,
@@ -57,9 +57,10 @@ int devices() { return setting("STANDIN_DEVICES", 1); }
 /// Threads that run blocks, one after the other or some at a time: as many as the machine has
 /// processors, for all streams.
 class Multiprocessors {
-  public:
+public:
     Multiprocessors() {
-        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); i++) std::thread([this] { work(); }).detach();
+        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); i++)
+            std::thread([this] { work(); }).detach();
     }
 
     /// Calls `block` with every number below `n`; returns when all have ended.
@@ -74,7 +75,7 @@ class Multiprocessors {
         body = nullptr;
     }
 
-  private:
+private:
     void work() {
         std::unique_lock<std::mutex> lock(mutex);
         for (;;) {
@@ -105,25 +106,30 @@ struct Launch {
         const uint64_t x = grid[0], y = grid[1], z = grid[2];
         multiprocessors->run(x * y * z, [=](uint64_t number) {
             std::vector<void *> addresses;
-            for (auto &argument : arguments) addresses.push_back(const_cast<char *>(argument.data()));
-            const uint32_t index[3] = {static_cast<uint32_t>(number % x), static_cast<uint32_t>(number / x % y), static_cast<uint32_t>(number / (x * y))};
+            for (auto &argument : arguments)
+                addresses.push_back(const_cast<char *>(argument.data()));
+            const uint32_t index[3] = {static_cast<uint32_t>(number % x),
+                static_cast<uint32_t>(number / x % y), static_cast<uint32_t>(number / (x * y))};
             char error[512];
-            if (emulator_run_block(kernel, grid, threads, shared, index, 0, 0, addresses.data(), error, sizeof error)) return;
+            if (emulator_run_block(kernel, grid, threads, shared, index, 0, 0, addresses.data(),
+                    error, sizeof error))
+                return;
             fault(std::string(kernel->name) + ": " + error);
         });
     }
 };
 
-}  // namespace
+} // namespace
 
 static thread_local CUcontext current = nullptr;
 
 bool has_context(const char *call) {
-    if (!current) std::fprintf(stderr, "stand-in for a GPU: %s on a thread without a context\n", call);
+    if (!current)
+        std::fprintf(stderr, "stand-in for a GPU: %s on a thread without a context\n", call);
     return current;
 }
 
-}  // namespace standin
+} // namespace standin
 
 using namespace standin;
 
@@ -164,13 +170,26 @@ CUresult cuDeviceCanAccessPeer(int *can, CUdevice, CUdevice) {
 
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice) {
     switch (attribute) {
-        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = setting("STANDIN_CAPABILITY", 90) / 10; break;
-        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = setting("STANDIN_CAPABILITY", 90) % 10; break;
-        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 3; break;
-        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = 227 << 10; break;
-        case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *value = 4 << 20; break;
-        case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: *value = 1; break;
-        default: *value = 0;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+        *value = setting("STANDIN_CAPABILITY", 90) / 10;
+        break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+        *value = setting("STANDIN_CAPABILITY", 90) % 10;
+        break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+        *value = 3;
+        break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+        *value = 227 << 10;
+        break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
+        *value = 4 << 20;
+        break;
+    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
+        *value = 1;
+        break;
+    default:
+        *value = 0;
     }
     return CUDA_SUCCESS;
 }
@@ -259,21 +278,27 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, s
 
 // What the emulator takes for a tensor map (hopper_emulated.cuh): of 16-bit elements in four
 // dimensions, swizzled within 128 bytes.
-CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *at, const cuuint64_t *dims,
-                                const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps, CUtensorMapInterleave interleave,
-                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
-    const bool is_known = (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) && rank == 4 &&
-                          interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-                          fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
-    bool fits = is_known && reinterpret_cast<uintptr_t>(at) % 16 == 0 && reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * 2 <= 128;
-    for (int i = 0; i < 4; i++) fits = fits && dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 && steps[i] == 1;
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
+    void *at, const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
+    const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+    CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+    const bool is_known =
+        (type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) &&
+        rank == 4 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+        swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;
+    bool fits = is_known && reinterpret_cast<uintptr_t>(at) % 16 == 0 &&
+                reinterpret_cast<uintptr_t>(map) % 64 == 0 && box[0] * 2 <= 128;
+    for (int i = 0; i < 4; i++)
+        fits = fits && dims[i] >= 1 && dims[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
+               steps[i] == 1;
     for (int i = 0; i < 3; i++) fits = fits && strides[i] % 16 == 0 && strides[i] < 1ull << 40;
     // "Each following dimension specified includes previous dimension stride."
     for (int i = 1; i < 3; i++) fits = fits && strides[i] >= strides[i - 1] * dims[i];
     if (!fits) return CUDA_ERROR_INVALID_VALUE;
     const auto pair = [](uint64_t low, uint64_t high) { return low | high << 32; };
-    const uint64_t fields[9] = {reinterpret_cast<uint64_t>(at), pair(dims[0], dims[1]), pair(dims[2], dims[3]), pair(box[0], box[1]), pair(box[2], box[3]), 2,
-                                strides[0], strides[1], strides[2]};
+    const uint64_t fields[9] = {reinterpret_cast<uint64_t>(at), pair(dims[0], dims[1]),
+        pair(dims[2], dims[3]), pair(box[0], box[1]), pair(box[2], box[3]), 2, strides[0],
+        strides[1], strides[2]};
     std::memset(map, 0, sizeof *map);
     std::memcpy(map, fields, sizeof fields);
     return CUDA_SUCCESS;
@@ -281,12 +306,15 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuui
 
 CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 
-CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned threads_y, unsigned threads_z,
-                        unsigned shared, CUstream stream, void **parameters, void **) {
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned threads,
+    unsigned threads_y, unsigned threads_z, unsigned shared, CUstream stream, void **parameters,
+    void **) {
     if (!has_context("cuLaunchKernel")) return CUDA_ERROR_INVALID_CONTEXT;
     const auto *kernel = reinterpret_cast<const emulator::Kernel *>(function);
-    const bool fits = threads_y == 1 && threads_z == 1 && threads >= 1 && threads <= 1024 && shared <= 227 << 10;
-    if (!fits || x == 0 || y == 0 || z == 0 || y > 65535 || z > 65535) return CUDA_ERROR_INVALID_VALUE;
+    const bool fits =
+        threads_y == 1 && threads_z == 1 && threads >= 1 && threads <= 1024 && shared <= 227 << 10;
+    if (!fits || x == 0 || y == 0 || z == 0 || y > 65535 || z > 65535)
+        return CUDA_ERROR_INVALID_VALUE;
     auto launch = std::make_shared<Launch>();
     launch->kernel = kernel;
     launch->grid[0] = x, launch->grid[1] = y, launch->grid[2] = z;
@@ -300,4 +328,4 @@ CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z,
     return state();
 }
 
-}  // extern "C"
+} // extern "C"

@@ -26,7 +26,7 @@ thread_local SharedGraph of_thread;
 
 SharedGraph &graph_of(void *handle) { return *static_cast<SharedGraph *>(handle); }
 
-}  // namespace
+} // namespace
 
 SharedGraph recorded_by(CUstream stream) {
     Recording &all = recording();
@@ -57,7 +57,7 @@ void Stream::queue(CUgraphNodeType type, std::function<void()> operation) {
     graph->nodes.back()->run = std::move(operation);
 }
 
-}  // namespace standin
+} // namespace standin
 
 using namespace standin;
 
@@ -93,7 +93,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *to) {
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
     const SharedGraph graph = recorded_by(stream);
-    *status = !graph                           ? CU_STREAM_CAPTURE_STATUS_NONE
+    *status = !graph                          ? CU_STREAM_CAPTURE_STATUS_NONE
               : graph->broken != CUDA_SUCCESS ? CU_STREAM_CAPTURE_STATUS_INVALIDATED
                                               : CU_STREAM_CAPTURE_STATUS_ACTIVE;
     return CUDA_SUCCESS;
@@ -117,7 +117,8 @@ CUresult cuGraphExecDestroy(CUgraphExec exec) {
 CUresult cuGraphUpload(CUgraphExec, CUstream) { return state(); }
 
 CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
-    if (const SharedGraph outer = recorded_by(stream)) return forbid(outer, CUDA_ERROR_NOT_SUPPORTED, "a graph is launched");
+    if (const SharedGraph outer = recorded_by(stream))
+        return forbid(outer, CUDA_ERROR_NOT_SUPPORTED, "a graph is launched");
     const SharedGraph graph = graph_of(exec);
     stream_of(stream).queue([graph] {
         for (auto &node : graph->nodes) node->run();
@@ -128,7 +129,8 @@ CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
 CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode *nodes, size_t *count) {
     const auto &all = graph_of(graph)->nodes;
     if (nodes)
-        for (size_t i = 0; i < *count && i < all.size(); i++) nodes[i] = reinterpret_cast<CUgraphNode>(all[i].get());
+        for (size_t i = 0; i < *count && i < all.size(); i++)
+            nodes[i] = reinterpret_cast<CUgraphNode>(all[i].get());
     *count = all.size();
     return CUDA_SUCCESS;
 }
@@ -147,4 +149,4 @@ CUresult cuGraphMemcpyNodeGetParams(CUgraphNode handle, CUDA_MEMCPY3D *to) {
     return CUDA_SUCCESS;
 }
 
-}  // extern "C"
+} // extern "C"

@@ -130,7 +130,8 @@ bool check(CUdeviceptr at, size_t bytes, const char *what) {
     {
         std::lock_guard<std::mutex> lock(p.mutex);
         auto after = p.lent.upper_bound(block);
-        if (after != p.lent.begin() && (--after, block + bytes <= after->first + after->second)) return true;
+        if (after != p.lent.begin() && (--after, block + bytes <= after->first + after->second))
+            return true;
     }
     fault(std::string(what) + " of memory that is not the device's");
     return false;
@@ -145,7 +146,7 @@ void copy(CUstream stream, CUmemorytype from, CUmemorytype to, std::function<voi
     }
 }
 
-}  // namespace
+} // namespace
 
 CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes) {
     Pool &p = pool();
@@ -166,7 +167,8 @@ CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes) {
 CUresult free_in(const SharedGraph &graph, CUdeviceptr at) {
     char *block = reinterpret_cast<char *>(at);
     auto found = graph->lent.find(block);
-    if (found == graph->lent.end()) return forbid(graph, CUDA_ERROR_INVALID_VALUE, "memory from before it is freed");
+    if (found == graph->lent.end())
+        return forbid(graph, CUDA_ERROR_INVALID_VALUE, "memory from before it is freed");
     const size_t bytes = found->second;
     graph->lent.erase(found);
     Pool &p = pool();
@@ -188,14 +190,15 @@ Graph::~Graph() {
     }
 }
 
-}  // namespace standin
+} // namespace standin
 
 using namespace standin;
 
 extern "C" {
 
 CUresult cuMemAlloc(CUdeviceptr *at, size_t bytes) {
-    if (const CUresult refused = forbidden("memory is allocated outside of the stream's order")) return refused;
+    if (const CUresult refused = forbidden("memory is allocated outside of the stream's order"))
+        return refused;
     return allocate(at, bytes);
 }
 
@@ -206,7 +209,8 @@ CUresult cuMemAllocAsync(CUdeviceptr *at, size_t bytes, CUstream stream) {
 }
 
 CUresult cuMemFree(CUdeviceptr at) {
-    if (const CUresult refused = forbidden("memory is freed outside of the stream's order")) return refused;
+    if (const CUresult refused = forbidden("memory is freed outside of the stream's order"))
+        return refused;
     release(reinterpret_cast<char *>(at));
     return state();
 }
@@ -243,7 +247,8 @@ CUresult cuMemHostRegister(void *at, size_t bytes, unsigned) {
     if (const CUresult refused = forbidden("memory of the host is locked")) return refused;
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second) return CUDA_ERROR_INVALID_VALUE;
+    if (bytes == 0 || !p.pinned.emplace(static_cast<char *>(at), bytes).second)
+        return CUDA_ERROR_INVALID_VALUE;
     return state();
 }
 
@@ -272,7 +277,9 @@ CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *of, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetMemPool(CUmemoryPool *of, CUdevice device) { return cuDeviceGetDefaultMemPool(of, device); }
+CUresult cuDeviceGetMemPool(CUmemoryPool *of, CUdevice device) {
+    return cuDeviceGetDefaultMemPool(of, device);
+}
 
 CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute attribute, void *value) {
     Pool &p = pool();
@@ -293,11 +300,20 @@ CUresult cuMemPoolGetAttribute(CUmemoryPool, CUmemPool_attribute attribute, void
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
     switch (attribute) {
-        case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: *static_cast<uint64_t *>(value) = p.used; break;
-        case CU_MEMPOOL_ATTR_USED_MEM_HIGH: *static_cast<uint64_t *>(value) = p.used_high; break;
-        case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: *static_cast<uint64_t *>(value) = p.reserved; break;
-        case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: *static_cast<uint64_t *>(value) = p.reserved_high; break;
-        default: return CUDA_ERROR_INVALID_VALUE;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
+        *static_cast<uint64_t *>(value) = p.used;
+        break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+        *static_cast<uint64_t *>(value) = p.used_high;
+        break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
+        *static_cast<uint64_t *>(value) = p.reserved;
+        break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+        *static_cast<uint64_t *>(value) = p.reserved_high;
+        break;
+    default:
+        return CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }
@@ -314,9 +330,14 @@ CUresult cuDeviceGetGraphMemAttribute(CUdevice, CUgraphMem_attribute attribute, 
     std::lock_guard<std::mutex> lock(p.mutex);
     auto &to = *static_cast<uint64_t *>(value);
     switch (attribute) {
-        case CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT: to = p.in_graphs; break;
-        case CU_GRAPH_MEM_ATTR_USED_MEM_HIGH: to = p.in_graphs_high; break;
-        default: to = p.graphs_reserved;
+    case CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT:
+        to = p.in_graphs;
+        break;
+    case CU_GRAPH_MEM_ATTR_USED_MEM_HIGH:
+        to = p.in_graphs_high;
+        break;
+    default:
+        to = p.graphs_reserved;
     }
     return CUDA_SUCCESS;
 }
@@ -334,12 +355,14 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstr
     if (!check(to, bytes, "a copy to the device")) return state();
     char *at = reinterpret_cast<char *>(to);
     if (is_pinned(from)) {
-        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, from, bytes); });
+        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE,
+            [=] { std::memcpy(at, from, bytes); });
     } else {
         // The driver has taken pageable bytes when it returns.
         const char *first = static_cast<const char *>(from);
         auto taken = std::make_shared<std::vector<char>>(first, first + bytes);
-        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE, [=] { std::memcpy(at, taken->data(), bytes); });
+        copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE,
+            [=] { std::memcpy(at, taken->data(), bytes); });
     }
     return state();
 }
@@ -355,9 +378,7 @@ CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream st
     const char *at = reinterpret_cast<const char *>(from);
     copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });
     // Into pageable memory the driver copies by itself and returns when it has.
-    if (!is_pinned(to) && !recorded_by(stream)) {
-        stream_of(stream).wait();
-    }
+    if (!is_pinned(to) && !recorded_by(stream)) { stream_of(stream).wait(); }
     return state();
 }
 
@@ -368,14 +389,17 @@ CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) {
 
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
     if (!check(from, bytes, "a copy from") || !check(to, bytes, "a copy to")) return state();
-    copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE, [=] { std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes); });
+    copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_DEVICE, [=] {
+        std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes);
+    });
     return state();
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
     if (!check(to, bytes, "filling")) return state();
-    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_MEMSET, [=] { std::memset(reinterpret_cast<void *>(to), value, bytes); });
+    stream_of(stream).queue(CU_GRAPH_NODE_TYPE_MEMSET,
+        [=] { std::memset(reinterpret_cast<void *>(to), value, bytes); });
     return state();
 }
 
-}  // extern "C"
+} // extern "C"

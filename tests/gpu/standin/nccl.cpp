@@ -126,14 +126,22 @@ void reduce_narrow(char *into, const char *with, size_t count, int op, Narrow (*
 
 void reduce_into(char *into, const char *with, size_t count, int type, int op) {
     switch (type) {
-        case 1: return reduce_as<uint8_t>(into, with, count, op);
-        case 3: return reduce_as<uint32_t>(into, with, count, op);
-        case 4: return reduce_as<int64_t>(into, with, count, op);
-        case 7: return reduce_as<float>(into, with, count, op);
-        case 8: return reduce_as<double>(into, with, count, op);
-        case 6: return reduce_narrow<f16>(into, with, count, op, emulator_f16);
-        case 9: return reduce_narrow<bf16>(into, with, count, op, emulator_bf16);
-        default: fault("NCCL: a type that is not summed here");
+    case 1:
+        return reduce_as<uint8_t>(into, with, count, op);
+    case 3:
+        return reduce_as<uint32_t>(into, with, count, op);
+    case 4:
+        return reduce_as<int64_t>(into, with, count, op);
+    case 7:
+        return reduce_as<float>(into, with, count, op);
+    case 8:
+        return reduce_as<double>(into, with, count, op);
+    case 6:
+        return reduce_narrow<f16>(into, with, count, op, emulator_f16);
+    case 9:
+        return reduce_narrow<bf16>(into, with, count, op, emulator_bf16);
+    default:
+        fault("NCCL: a type that is not summed here");
     }
 }
 
@@ -146,13 +154,18 @@ bool collective(const Operation &o) {
     auto all = exchange(comm, o.kind, bytes, o.from, apart);
     if (all.empty()) return false;
     switch (o.kind) {
-        case Kind::AllGather:
-            for (size_t peer = 0; peer < all.size(); peer++) std::memcpy(o.to + peer * bytes, all[peer].data(), bytes);
-            return true;
-        case Kind::Broadcast: std::memcpy(o.to, all[static_cast<size_t>(o.peer)].data(), bytes); return true;
-        default: break;
+    case Kind::AllGather:
+        for (size_t peer = 0; peer < all.size(); peer++)
+            std::memcpy(o.to + peer * bytes, all[peer].data(), bytes);
+        return true;
+    case Kind::Broadcast:
+        std::memcpy(o.to, all[static_cast<size_t>(o.peer)].data(), bytes);
+        return true;
+    default:
+        break;
     }
-    for (size_t peer = 1; peer < all.size(); peer++) reduce_into(all[0].data(), all[peer].data(), o.count, o.type, o.op);
+    for (size_t peer = 1; peer < all.size(); peer++)
+        reduce_into(all[0].data(), all[peer].data(), o.count, o.type, o.op);
     if (o.kind != Kind::Reduce || is_root) std::memcpy(o.to, all[0].data(), bytes);
     return true;
 }
@@ -171,14 +184,17 @@ bool messages(const std::vector<Operation> &group) {
             if (line.first.second == Kind::Recv) continue;
             auto &receives = lines[{peer, Kind::Recv}];
             for (size_t i = 0; i < line.second.size() && i < receives.size(); i++)
-                std::memmove(receives[i]->to, line.second[i]->from, line.second[i]->count * size_of(line.second[i]->type));
+                std::memmove(receives[i]->to, line.second[i]->from,
+                    line.second[i]->count * size_of(line.second[i]->type));
             continue;
         }
         threads.emplace_back([&comm, &line, &well, peer] {
             const int socket = comm.peers[static_cast<size_t>(peer)];
             for (const Operation *o : line.second) {
                 const size_t bytes = o->count * size_of(o->type);
-                const bool done = o->kind == Kind::Send ? send_message(socket, Kind::Send, o->from, bytes) : receive_message(socket, Kind::Send, o->to, bytes);
+                const bool done = o->kind == Kind::Send
+                                      ? send_message(socket, Kind::Send, o->from, bytes)
+                                      : receive_message(socket, Kind::Send, o->to, bytes);
                 if (done) continue;
                 comm.lose_peer();
                 well = false;
@@ -247,10 +263,8 @@ int flush() {
             std::vector<Operation> between;
             bool well = true;
             for (const Operation &o : mine) {
-                if (o.kind == Kind::Send || o.kind == Kind::Recv)
-                    between.push_back(o);
-                else
-                    well = well && collective(o);
+                if (o.kind == Kind::Send || o.kind == Kind::Recv) between.push_back(o);
+                else well = well && collective(o);
             }
             if (well && !between.empty()) well = messages(between);
             if (!well) comm->hang();
@@ -274,9 +288,9 @@ void start(const SharedComm &comm) {
     std::thread([comm, device] { connect(comm, device); }).detach();
 }
 
-}  // namespace
+} // namespace
 
-}  // namespace standin
+} // namespace standin
 
 using namespace standin;
 
@@ -288,8 +302,9 @@ int ncclGetVersion(int *version) {
 }
 
 const char *ncclGetErrorString(int result) {
-    static const char *const texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error", "invalid argument",
-                                        "invalid usage", "remote process exited or there was a network error", "NCCL operation in progress"};
+    static const char *const texts[] = {"no error", "unhandled cuda error",
+        "unhandled system error", "internal error", "invalid argument", "invalid usage",
+        "remote process exited or there was a network error", "NCCL operation in progress"};
     return result >= 0 && result < 8 ? texts[result] : "unknown result code";
 }
 
@@ -299,12 +314,14 @@ int ncclGetUniqueId(Id *id) {
     static std::atomic<uint64_t> made{0};
     std::memset(id, 0, sizeof *id);
     const auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-    std::snprintf(id->internal, sizeof id->internal, "standin-%d-%lld-%llu", getpid(), static_cast<long long>(now), static_cast<unsigned long long>(made++));
+    std::snprintf(id->internal, sizeof id->internal, "standin-%d-%lld-%llu", getpid(),
+        static_cast<long long>(now), static_cast<unsigned long long>(made++));
     return Success;
 }
 
 int ncclCommInitRankConfig(void **handle, int size, Id id, int rank, void *) {
-    if (const char *text = std::getenv("STANDIN_NCCL_ABSENT"); text && std::atoi(text) == rank) return UnhandledCudaError;
+    if (const char *text = std::getenv("STANDIN_NCCL_ABSENT"); text && std::atoi(text) == rank)
+        return UnhandledCudaError;
     auto comm = std::make_shared<Comm>();
     comm->name = id.internal;
     comm->rank = rank;
@@ -323,7 +340,8 @@ int ncclCommSplit(void *parent_handle, int color, int key, void **handle, void *
     cuCtxGetDevice(&device);
     std::thread([=] {
         const int mine[2] = {color, key};
-        auto all = exchange(*parent, Kind::AllGather, sizeof mine, reinterpret_cast<const char *>(mine), 0);
+        auto all = exchange(
+            *parent, Kind::AllGather, sizeof mine, reinterpret_cast<const char *>(mine), 0);
         if (all.empty()) return;
         auto comm = std::make_shared<Comm>();
         comm->size = 0;
@@ -351,10 +369,8 @@ int ncclCommAbort(void *handle) {
     const SharedComm comm = take(handle);
     comm->abort();
     // Until 2.22 a group changed nothing.
-    if (depth > 0 && version() >= 22200)
-        aborted.push_back(comm);
-    else
-        reclaim({comm});
+    if (depth > 0 && version() >= 22200) aborted.push_back(comm);
+    else reclaim({comm});
     return Success;
 }
 
@@ -375,7 +391,8 @@ int ncclGroupEnd() {
     return result;
 }
 
-int ncclAllReduce(const char *from, char *to, size_t count, int type, int op, void *comm, CUstream stream) {
+int ncclAllReduce(
+    const char *from, char *to, size_t count, int type, int op, void *comm, CUstream stream) {
     return add({Kind::AllReduce, comm_of(comm), stream, from, to, count, type, op, 0});
 }
 
@@ -383,15 +400,18 @@ int ncclAllGather(const char *from, char *to, size_t count, int type, void *comm
     return add({Kind::AllGather, comm_of(comm), stream, from, to, count, type, 0, 0});
 }
 
-int ncclReduceScatter(const char *from, char *to, size_t count, int type, int op, void *comm, CUstream stream) {
+int ncclReduceScatter(
+    const char *from, char *to, size_t count, int type, int op, void *comm, CUstream stream) {
     return add({Kind::ReduceScatter, comm_of(comm), stream, from, to, count, type, op, 0});
 }
 
-int ncclBroadcast(const char *from, char *to, size_t count, int type, int root, void *comm, CUstream stream) {
+int ncclBroadcast(
+    const char *from, char *to, size_t count, int type, int root, void *comm, CUstream stream) {
     return add({Kind::Broadcast, comm_of(comm), stream, from, to, count, type, 0, root});
 }
 
-int ncclReduce(const char *from, char *to, size_t count, int type, int op, int root, void *comm, CUstream stream) {
+int ncclReduce(const char *from, char *to, size_t count, int type, int op, int root, void *comm,
+    CUstream stream) {
     return add({Kind::Reduce, comm_of(comm), stream, from, to, count, type, op, root});
 }
 
@@ -403,4 +423,4 @@ int ncclRecv(char *to, size_t count, int type, int peer, void *comm, CUstream st
     return add({Kind::Recv, comm_of(comm), stream, nullptr, to, count, type, 0, peer});
 }
 
-}  // extern "C"
+} // extern "C"

@@ -61,7 +61,7 @@ struct Header {
     size_t bytes;
 };
 
-}  // namespace
+} // namespace
 
 Comm::~Comm() {
     for (int socket : peers)
@@ -122,7 +122,7 @@ void watch(const std::weak_ptr<Comm> &watched) {
     }
 }
 
-}  // namespace
+} // namespace
 
 void connect(const SharedComm &comm, int device) {
     comm->peers.assign(static_cast<size_t>(comm->size), -1);
@@ -132,11 +132,14 @@ void connect(const SharedComm &comm, int device) {
     socklen_t length;
     sockaddr_un own = address(comm->name, comm->rank, length);
     const int listening = socket(AF_UNIX, SOCK_STREAM, 0);
-    if (bind(listening, reinterpret_cast<sockaddr *>(&own), length) || listen(listening, comm->size)) return comm->fail(SystemError, "cannot listen");
+    if (bind(listening, reinterpret_cast<sockaddr *>(&own), length) ||
+        listen(listening, comm->size))
+        return comm->fail(SystemError, "cannot listen");
     std::vector<Hello> hellos(static_cast<size_t>(comm->size), mine);
     const auto meet = [&](int socket) {
         Hello theirs;
-        if (!write_all(socket, &mine, sizeof mine) || !read_all(socket, &theirs, sizeof theirs)) return false;
+        if (!write_all(socket, &mine, sizeof mine) || !read_all(socket, &theirs, sizeof theirs))
+            return false;
         comm->peers[static_cast<size_t>(theirs.rank)] = socket;
         hellos[static_cast<size_t>(theirs.rank)] = theirs;
         return true;
@@ -156,15 +159,19 @@ void connect(const SharedComm &comm, int device) {
             if (comm->aborted) return;
             continue;
         }
-        if (!meet(accept(listening, nullptr, nullptr))) return comm->fail(RemoteError, "a peer went away while ranks met");
+        if (!meet(accept(listening, nullptr, nullptr)))
+            return comm->fail(RemoteError, "a peer went away while ranks met");
         missing--;
     }
     close(listening);
     for (int a = 0; a < comm->size; a++)
         for (int b = 0; b < a; b++) {
-            const Hello &one = hellos[static_cast<size_t>(a)], &other = hellos[static_cast<size_t>(b)];
+            const Hello &one = hellos[static_cast<size_t>(a)],
+                        &other = hellos[static_cast<size_t>(b)];
             if (one.device == other.device && std::strcmp(one.host, other.host) == 0)
-                return comm->fail(InvalidUsage, "Duplicate GPU detected : rank " + std::to_string(a) + " and rank " + std::to_string(b));
+                return comm->fail(InvalidUsage, "Duplicate GPU detected : rank " +
+                                                    std::to_string(a) + " and rank " +
+                                                    std::to_string(b));
         }
     comm->state = Success;
     if (tells_of_peers()) std::thread(watch, std::weak_ptr<Comm>(comm)).detach();
@@ -185,7 +192,8 @@ bool receive_message(int socket, Kind kind, char *to, size_t bytes) {
     return read_all(socket, to, bytes);
 }
 
-std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, const char *parts, size_t apart) {
+std::vector<std::vector<char>> exchange(
+    Comm &comm, Kind kind, size_t bytes, const char *parts, size_t apart) {
     const auto piece = [&](int peer) { return parts + apart * static_cast<size_t>(peer); };
     std::vector<std::vector<char>> all(static_cast<size_t>(comm.size), std::vector<char>(bytes));
     std::memcpy(all[static_cast<size_t>(comm.rank)].data(), piece(comm.rank), bytes);
@@ -193,7 +201,8 @@ std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, con
     std::thread sender([&] {
         for (int i = 1; i < comm.size; i++) {
             const int peer = (comm.rank + i) % comm.size;
-            sent = sent && send_message(comm.peers[static_cast<size_t>(peer)], kind, piece(peer), bytes);
+            sent = sent &&
+                   send_message(comm.peers[static_cast<size_t>(peer)], kind, piece(peer), bytes);
         }
     });
     for (int i = 1; i < comm.size && received; i++) {
@@ -207,4 +216,4 @@ std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, con
     return {};
 }
 
-}  // namespace standin
+} // namespace standin

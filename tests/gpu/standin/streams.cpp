@@ -34,7 +34,7 @@ size_t room() {
     return operations;
 }
 
-}  // namespace
+} // namespace
 
 void fault(const std::string &message) {
     std::lock_guard<std::mutex> lock(fault_mutex);
@@ -59,7 +59,7 @@ All &all() {
     return *of_process;
 }
 
-}  // namespace
+} // namespace
 
 Stream::Stream() : thread([this] { work(); }) {
     std::lock_guard<std::mutex> lock(all().mutex);
@@ -146,14 +146,14 @@ void await(Event &event, uint64_t number) {
     event.changed.wait(lock, [&] { return event.reached >= number; });
 }
 
-}  // namespace
+} // namespace
 
 Stream &stream_of(CUstream handle) {
     static auto *of_all = new Stream;
     return handle ? *reinterpret_cast<Stream *>(handle) : *of_all;
 }
 
-}  // namespace standin
+} // namespace standin
 
 using namespace standin;
 
@@ -165,7 +165,9 @@ CUresult cuStreamCreate(CUstream *stream, unsigned) {
     return state();
 }
 
-CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
+CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int) {
+    return cuStreamCreate(stream, flags);
+}
 
 CUresult cuStreamDestroy(CUstream stream) {
     // The driver returns at once and lets what is queued run.
@@ -174,20 +176,23 @@ CUresult cuStreamDestroy(CUstream stream) {
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {
-    if (const SharedGraph graph = recorded_by(stream)) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is waited for");
+    if (const SharedGraph graph = recorded_by(stream))
+        return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is waited for");
     stream_of(stream).wait();
     return state();
 }
 
 CUresult cuCtxSynchronize() {
     // Whoever records it (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
-    if (const SharedGraph graph = recorded_by_any()) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
+    if (const SharedGraph graph = recorded_by_any())
+        return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
     Stream::wait_for_all();
     return state();
 }
 
 CUresult cuStreamQuery(CUstream stream) {
-    if (const SharedGraph graph = recorded_by(stream)) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is asked");
+    if (const SharedGraph graph = recorded_by(stream))
+        return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is asked");
     return stream_of(stream).is_idle() ? state() : CUDA_ERROR_NOT_READY;
 }
 
@@ -198,7 +203,9 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
     {
         std::lock_guard<std::mutex> lock(event->mutex);
         if (event->in_graph && !graph) return CUDA_ERROR_CAPTURED_EVENT;
-        if (graph && !event->in_graph) return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "an event from outside is waited for");
+        if (graph && !event->in_graph)
+            return forbid(
+                graph, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "an event from outside is waited for");
         number = event->recorded;
     }
     // Of its own, a stream is always behind them.
@@ -255,7 +262,8 @@ CUresult cuEventSynchronize(CUevent handle) {
 }
 
 CUresult cuEventElapsedTime(float *milliseconds, CUevent from, CUevent to) {
-    *milliseconds = std::chrono::duration<float, std::milli>(event_of(to)->when - event_of(from)->when).count();
+    *milliseconds =
+        std::chrono::duration<float, std::milli>(event_of(to)->when - event_of(from)->when).count();
     return state();
 }
 
@@ -264,4 +272,4 @@ CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data) {
     return state();
 }
 
-}  // extern "C"
+} // extern "C"

@@ -1,13 +1,16 @@
-// Writes down, in order, what a program has NVIDIA's driver do that takes the host's time: kernels that are queued, and calls that wait for the
-// device. It stands between the program and the driver, a real one or the stand-in (tests/gpu/standin), and changes nothing.
+// Writes down, in order, what a program has NVIDIA's driver do that takes the host's time: kernels
+// that are queued, and calls that wait for the device. It stands between the program and the
+// driver, a real one or the stand-in (tests/gpu/standin), and changes nothing.
 //
 //   cc -O2 -shared -fPIC -o watch.so watch.c -ldl && WATCH_TRACE=FILE LD_PRELOAD=watch.so program …
 //
-// A line is `kernel NAME` (of the program's own ones; `kernel of LIBRARY` otherwise), `graph` (a recorded graph is launched), or `wait FUNCTION`,
-// where `of LIBRARY` follows if it was not the program that waits. With RANK in the environment the file is FILE.RANK.
+// A line is `kernel NAME` (of the program's own ones; `kernel of LIBRARY` otherwise), `graph` (a
+// recorded graph is launched), or `wait FUNCTION`, where `of LIBRARY` follows if it was not the
+// program that waits. With RANK in the environment the file is FILE.RANK.
 //
-// Programs and libraries find the driver's functions by dlsym, or by cuGetProcAddress, which they find by dlsym. Both are defined here, and give
-// out a trampoline in the place of each function that is watched, which notes the call and jumps on with all registers as they were.
+// Programs and libraries find the driver's functions by dlsym, or by cuGetProcAddress, which they
+// find by dlsym. Both are defined here, and give out a trampoline in the place of each function
+// that is watched, which notes the call and jumps on with all registers as they were.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -37,15 +40,33 @@ static const struct {
     const char *name; // without the suffixes of versions
     enum kind kind;
 } WATCHED[] = {
-    {"cuCtxSynchronize", WAITS},     {"cuStreamSynchronize", WAITS},   {"cuEventSynchronize", WAITS},
-    {"cuMemAlloc", WAITS},           {"cuMemFree", WAITS},             {"cuMemFreeHost", WAITS},
-    {"cuMemHostAlloc", WAITS},       {"cuMemAllocHost", WAITS},        {"cuMemHostRegister", WAITS},
-    {"cuMemHostUnregister", WAITS},  {"cuMemPoolTrimTo", WAITS},       {"cuMemUnmap", WAITS},
-    {"cuModuleLoadData", WAITS},     {"cuModuleLoadDataEx", WAITS},    {"cuModuleLoadFatBinary", WAITS},
-    {"cuModuleUnload", WAITS},       {"cuLibraryLoadData", WAITS},     {"cuLibraryUnload", WAITS},
-    {"cuMemcpy", WAITS},             {"cuMemcpyHtoD", WAITS},          {"cuMemcpyDtoH", WAITS},
-    {"cuMemcpyHtoDAsync", FROM_HOST}, {"cuMemcpyDtoHAsync", TO_HOST},  {"cuGraphLaunch", GRAPH},
-    {"cuLaunchKernel", LAUNCHES},    {"cuLaunchCooperativeKernel", LAUNCHES}, {"cuLaunchKernelEx", LAUNCHES_EX},
+    {"cuCtxSynchronize", WAITS},
+    {"cuStreamSynchronize", WAITS},
+    {"cuEventSynchronize", WAITS},
+    {"cuMemAlloc", WAITS},
+    {"cuMemFree", WAITS},
+    {"cuMemFreeHost", WAITS},
+    {"cuMemHostAlloc", WAITS},
+    {"cuMemAllocHost", WAITS},
+    {"cuMemHostRegister", WAITS},
+    {"cuMemHostUnregister", WAITS},
+    {"cuMemPoolTrimTo", WAITS},
+    {"cuMemUnmap", WAITS},
+    {"cuModuleLoadData", WAITS},
+    {"cuModuleLoadDataEx", WAITS},
+    {"cuModuleLoadFatBinary", WAITS},
+    {"cuModuleUnload", WAITS},
+    {"cuLibraryLoadData", WAITS},
+    {"cuLibraryUnload", WAITS},
+    {"cuMemcpy", WAITS},
+    {"cuMemcpyHtoD", WAITS},
+    {"cuMemcpyDtoH", WAITS},
+    {"cuMemcpyHtoDAsync", FROM_HOST},
+    {"cuMemcpyDtoHAsync", TO_HOST},
+    {"cuGraphLaunch", GRAPH},
+    {"cuLaunchKernel", LAUNCHES},
+    {"cuLaunchCooperativeKernel", LAUNCHES},
+    {"cuLaunchKernelEx", LAUNCHES_EX},
 };
 
 // A function that was given out.
@@ -103,14 +124,16 @@ static void write_line(const char *what, const char *name, const char *of) {
 static const char *library_of(void *at) {
     Dl_info there, program;
     if (!dladdr(at, &there) || !there.dli_fname) return "an unknown library";
-    if (dladdr((void *)getauxval(AT_ENTRY), &program) && program.dli_fbase == there.dli_fbase) return NULL;
+    if (dladdr((void *)getauxval(AT_ENTRY), &program) && program.dli_fbase == there.dli_fbase)
+        return NULL;
     const char *slash = strrchr(there.dli_fname, '/');
     return slash ? slash + 1 : there.dli_fname;
 }
 
 static int is_pageable(uintptr_t host) {
     unsigned type = 0;
-    const int MEMORY_TYPE = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: an error of memory that the driver does not know
+    const int MEMORY_TYPE =
+        2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: an error of memory that the driver does not know
     return pointer_attribute && pointer_attribute(&type, MEMORY_TYPE, host) != 0;
 }
 
@@ -131,25 +154,32 @@ void *watch_call(long slot, const uintptr_t *registers, void *caller) {
     const char *name = slots[slot].name, *of = library_of(caller);
     char text[128];
     switch (slots[slot].kind) {
-        case WAITS: write_line("wait", name, of); break;
-        case FROM_HOST:
-        case TO_HOST:
-            if (is_pageable(registers[slots[slot].kind == TO_HOST ? ARG_0 : ARG_1])) {
-                snprintf(text, sizeof text, "%s with pageable memory", name);
-                write_line("wait", text, of);
-            }
-            break;
-        case LAUNCHES:
-        case LAUNCHES_EX:
-            // Only the program's kernels are certain to be functions of modules.
-            write_line("kernel", of ? "" : kernel_name((void *)registers[slots[slot].kind == LAUNCHES ? ARG_0 : ARG_1]), of);
-            break;
-        case GRAPH: write_line("graph", "", of); break;
+    case WAITS:
+        write_line("wait", name, of);
+        break;
+    case FROM_HOST:
+    case TO_HOST:
+        if (is_pageable(registers[slots[slot].kind == TO_HOST ? ARG_0 : ARG_1])) {
+            snprintf(text, sizeof text, "%s with pageable memory", name);
+            write_line("wait", text, of);
+        }
+        break;
+    case LAUNCHES:
+    case LAUNCHES_EX:
+        // Only the program's kernels are certain to be functions of modules.
+        write_line("kernel",
+            of ? "" : kernel_name((void *)registers[slots[slot].kind == LAUNCHES ? ARG_0 : ARG_1]),
+            of);
+        break;
+    case GRAPH:
+        write_line("graph", "", of);
+        break;
     }
     return slots[slot].function;
 }
 
-// The trampolines lie 16 bytes apart. At the call of watch_call the stack is aligned: seven words were pushed upon the caller's address.
+// The trampolines lie 16 bytes apart. At the call of watch_call the stack is aligned: seven words
+// were pushed upon the caller's address.
 __asm__(".text\n"
         ".p2align 4\n"
         "watch_trampolines:\n"
@@ -187,7 +217,8 @@ static int module_function_watched(void **function, void *module, const char *na
 
 static void *instead_of(const char *name, void *function);
 
-// The driver's own name for what cuGetProcAddress gives out: of itself it has two, which take different arguments.
+// The driver's own name for what cuGetProcAddress gives out: of itself it has two, which take
+// different arguments.
 static const char *of_version(const char *name, int version) {
     return version >= 12000 && !strcmp(name, "cuGetProcAddress") ? "cuGetProcAddress_v2" : name;
 }
@@ -198,17 +229,20 @@ static int proc_address_watched(const char *name, void **function, int version, 
     return status;
 }
 
-static int proc_address_2_watched(const char *name, void **function, int version, uint64_t flags, void *found) {
+static int proc_address_2_watched(
+    const char *name, void **function, int version, uint64_t flags, void *found) {
     int status = proc_address_2(name, function, version, flags, found);
     if (status == 0 && *function) *function = instead_of(of_version(name, version), *function);
     return status;
 }
 
-// Whether `name` is `base` with or without the suffix of a version or of the default stream's variants.
+// Whether `name` is `base` with or without the suffix of a version or of the default stream's
+// variants.
 static int is(const char *name, const char *base) {
     size_t len = strlen(base);
     if (strncmp(name, base, len)) return 0;
-    static const char *const suffixes[] = {"", "_v2", "_v3", "_ptsz", "_ptds", "_v2_ptsz", "_v2_ptds"};
+    static const char *const suffixes[] = {
+        "", "_v2", "_v3", "_ptsz", "_ptds", "_v2_ptsz", "_v2_ptds"};
     for (size_t i = 0; i < sizeof suffixes / sizeof *suffixes; i++)
         if (!strcmp(name + len, suffixes[i])) return 1;
     return 0;
