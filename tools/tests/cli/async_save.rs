@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 
 use crate::site::{SOON, Site, ended, refused};
-use crate::support::{kill, stderr, stdout};
+use crate::support::{kill, kill_together, stderr, stdout};
 
 const SAVE: [&str; 3] = ["--save=saved", "--load=saved", "--async-save"];
 
@@ -63,7 +63,7 @@ fn a_run_that_is_stopped_or_killed_goes_on_from_what_was_complete() {
         let child = site.pretrain(&flags).spawn().unwrap();
         site.wait_for_step(12);
         if signal == "KILL" {
-            site.supervised_ranks().into_iter().for_each(|rank| kill(rank, signal));
+            kill_together(&site.supervised_ranks(), signal);
         } else {
             kill(child.id(), signal);
         }

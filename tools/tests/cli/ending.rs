@@ -5,7 +5,7 @@ use std::fs;
 use std::process::Output;
 
 use crate::site::{RANKS, SOON, Site, ended, refused};
-use crate::support::{kill, megatron, stderr, stdout};
+use crate::support::{kill, kill_together, megatron, stderr, stdout};
 
 const ENDLESS: [&str; 3] = ["--save=saved", "--load=saved", "--train-iters=1000000"];
 
@@ -35,10 +35,9 @@ fn schedulers_warnings_save_and_end_a_run_whoever_they_come_to() {
         let child = site.pretrain(&flags).spawn().unwrap();
         site.wait_for_step(2);
         let ranks = site.supervised_ranks();
-        ranks[to_ranks.clone()].iter().for_each(|&rank| kill(rank, "USR1"));
-        if to_supervisor {
-            kill(child.id(), "USR1");
-        }
+        let supervisor = to_supervisor.then_some(child.id());
+        let all: Vec<u32> = supervisor.into_iter().chain(ranks[to_ranks].to_vec()).collect();
+        kill_together(&all, "USR1");
         stopped(&site, &ended(vec![child], SOON), 138);
     }
     let site = Site::new();

@@ -86,7 +86,12 @@ pub fn pipe(path: &Path) {
 
 /// Sends `signal` to `pid`.
 pub fn kill(pid: u32, signal: &str) {
-    let status =
-        Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
+    kill_together(&[pid], signal);
+}
+
+/// Sends `signal` to all `pids` at once, before the first to hear it can end the others.
+pub fn kill_together(pids: &[u32], signal: &str) {
+    let pids = pids.iter().map(u32::to_string);
+    let status = Command::new("kill").arg(format!("-{signal}")).args(pids).status().unwrap();
     assert!(status.success());
 }
