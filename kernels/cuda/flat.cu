@@ -1,6 +1,6 @@
 // Arithmetic, copies and casts of flat ranges. Bound by memory: a thread has four vectors of 16
 // bytes in flight.
-#include "halves.cuh"
+#include "remainders.cuh"
 #include "inplace.cuh"
 
 constexpr int UNROLL = 4;
@@ -118,7 +118,8 @@ FOR_DTYPES(KERNELS)
     KERNEL(copy_##size, T *dst, const T *src, uint64_t n) { copy(dst, src, n); }
 MOVES(uint8_t, 1)
 MOVES(uint16_t, 2)
-MOVES(uint32_t, 4) MOVES(uint64_t, 8)
+MOVES(uint32_t, 4)
+MOVES(uint64_t, 8)
 
 #define CASTS(D, to, S, from)                                                                      \
     KERNEL(cast_##from##_##to, D *dst, const S *src, uint64_t n) { cast(dst, src, n); }
@@ -126,7 +127,7 @@ MOVES(uint32_t, 4) MOVES(uint64_t, 8)
         CASTS(bf16, bf16, f16, f16) CASTS(f16, f16, float, f32) CASTS(f16, f16, bf16, bf16)
 
     // Without `low` the high halves alone.
-    KERNEL(split_halves, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
+    KERNEL(split_floats, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
     each<4>(
         n, aligned(values) && fours(high, low),
         [&](uint64_t first, uint64_t distance) {
@@ -139,13 +140,13 @@ MOVES(uint32_t, 4) MOVES(uint64_t, 8)
                 if (low != nullptr) {
                     store_four(high + at, low + at, v[u]);
                 } else {
-                    for (int i = 0; i < 4; i++) high[at + i] = Halves::of(v[u][i]).high;
+                    for (int i = 0; i < 4; i++) high[at + i] = SplitFloat::of(v[u][i]).high;
                 }
             }
         },
         [&](uint64_t i) {
-            const Halves halves = Halves::of(values[i]);
-            high[i] = halves.high;
-            if (low != nullptr) low[i] = halves.low;
+            const SplitFloat split = SplitFloat::of(values[i]);
+            high[i] = split.high;
+            if (low != nullptr) low[i] = split.low;
         });
 }

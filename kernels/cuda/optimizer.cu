@@ -1,15 +1,15 @@
 // Optimizer steps over flat ranges of f32, in place and in one pass, which also rounds the new
 // parameters to the weights that a 16-bit model computes with. Parameters that are bf16 weights and
-// what these lack of f32 (halves.cuh) are put together in registers.
+// what these lack of f32 (remainders.cuh) are put together in registers.
 //
 // AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of
 // every operand in flight. One launch steps many parameters that lie one after the other: a table
 // says where their weight decay changes. The factor on gradients, and whether to step at all, may
 // be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it. AdamW's moments
-// may be kept in bf16, the second rounded stochastically (dither.cuh): another table says by which
-// numbers.
-#include "dither.cuh"
-#include "halves.cuh"
+// may be kept in bf16, the second rounded stochastically (stochastic_rounding.cuh): another table
+// says by which numbers.
+#include "stochastic_rounding.cuh"
+#include "remainders.cuh"
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENTS = 64;
@@ -37,13 +37,13 @@ struct Segments {
 };
 
 /// How the elements of each segment are rounded.
-struct Dithers {
+struct StochasticRoundings {
     static constexpr bool THERE = true;
-    Dither of[SEGMENTS];
+    StochasticRounding of[SEGMENTS];
 };
 
 /// Where nothing is rounded stochastically.
-struct NoDithers {
+struct NoStochasticRounding {
     static constexpr bool THERE = false;
 };
 
@@ -114,7 +114,7 @@ struct Rounded {
 };
 
 /// Parameters in halves, of which the high ones are the weights.
-struct InHalves {
+struct InSplitFloats {
     uint16_t *low, *high;
 
     DEVICE bool vectors() const { return fours(high, low); }
@@ -122,10 +122,10 @@ struct InHalves {
     DEVICE void put_four(uint64_t at, const Vector<float> &values) const {
         store_four(high + at, low + at, values);
     }
-    DEVICE float one(uint64_t at) const { return Halves{high[at], low[at]}.value(); }
+    DEVICE float one(uint64_t at) const { return SplitFloat{high[at], low[at]}.value(); }
     DEVICE void put_one(uint64_t at, float value) const {
-        const Halves halves = Halves::of(value);
-        high[at] = halves.high, low[at] = halves.low;
+        const SplitFloat split = SplitFloat::of(value);
+        high[at] = split.high, low[at] = split.low;
     }
 };
 
@@ -194,8 +194,9 @@ struct NoState {
 
 // `verdict` is null where the rule has the factor on gradients.
 template <class Rule, class Parameters, class First, class Second, class Rounding>
-DEVICE void step(Rule rule, const float *verdict, const Segments &segments, const Rounding &dithers,
-    Parameters parameters, const float *g, First first, Second second, uint64_t n) {
+DEVICE void step(Rule rule, const float *verdict, const Segments &segments,
+    const Rounding &roundings, Parameters parameters, const float *g, First first, Second second,
+    uint64_t n) {
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (at >= n) return;
     if (verdict != nullptr) {
@@ -219,7 +220,7 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
         first.put_four(at, new_first, nullptr);
         if constexpr (Rounding::THERE) {
             uint32_t words[4];
-            dithers.of[segment].words(
+            roundings.of[segment].words(
                 at - segments.begin(segment), 4, [&](int i, uint32_t word) { words[i] = word; });
             second.put_four(at, new_second, words);
         } else {
@@ -234,7 +235,7 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
         parameters.put_one(i, new_p);
         first.put_one(i, new_first, nullptr);
         if constexpr (Rounding::THERE) {
-            dithers.of[segment].words(i - segments.begin(segment), 1,
+            roundings.of[segment].words(i - segments.begin(segment), 1,
                 [&](int, uint32_t word) { second.put_one(i, new_second, &word); });
         } else {
             second.put_one(i, new_second, nullptr);
@@ -249,26 +250,28 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments, cons
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict,                                 \
         const __grid_constant__ Segments segments, LAUNCHED_WITH(P, W), const float *g, M *m,      \
         V *v, uint64_t n) {                                                                        \
-        step(rule, verdict, segments, NoDithers{}, parameters, g, Kept<M>{m}, Kept<V>{v}, n);      \
+        step(rule, verdict, segments, NoStochasticRounding{}, parameters, g, Kept<M>{m},           \
+            Kept<V>{v}, n);                                                                        \
     }
-#define ADAMW_DITHERED(P, W, suffix, parameters, M)                                                \
+#define ADAMW_STOCHASTIC(P, W, suffix, parameters, M)                                              \
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict,                                 \
-        const __grid_constant__ Segments segments, const __grid_constant__ Dithers dithers,        \
-        LAUNCHED_WITH(P, W), const float *g, M *m, bf16 *v, uint64_t n) {                          \
-        step(rule, verdict, segments, dithers, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);       \
+        const __grid_constant__ Segments segments,                                                 \
+        const __grid_constant__ StochasticRoundings roundings, LAUNCHED_WITH(P, W),                \
+        const float *g, M *m, bf16 *v, uint64_t n) {                                               \
+        step(rule, verdict, segments, roundings, parameters, g, Kept<M>{m}, Kept<bf16>{v}, n);     \
     }
 #define KERNELS_OF(P, W, suffix, ...)                                                              \
     ADAMW_IN(P, W, suffix, (__VA_ARGS__), float, float)                                            \
     ADAMW_IN(P, W, suffix##_m16, (__VA_ARGS__), bf16, float)                                       \
-    ADAMW_DITHERED(P, W, suffix##_v16, (__VA_ARGS__), float)                                       \
-    ADAMW_DITHERED(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                    \
+    ADAMW_STOCHASTIC(P, W, suffix##_v16, (__VA_ARGS__), float)                                     \
+    ADAMW_STOCHASTIC(P, W, suffix##_m16_v16, (__VA_ARGS__), bf16)                                  \
     KERNEL(sgd_##suffix, const Sgd rule, const float *verdict,                                     \
         const __grid_constant__ Segments segments, LAUNCHED_WITH(P, W), const float *g,            \
         float *buffer, uint64_t n) {                                                               \
-        step(rule, verdict, segments, NoDithers{}, (__VA_ARGS__), g, Kept<float>{buffer},          \
-            NoState{}, n);                                                                         \
+        step(rule, verdict, segments, NoStochasticRounding{}, (__VA_ARGS__), g,                    \
+            Kept<float>{buffer}, NoState{}, n);                                                    \
     }
 KERNELS_OF(float, void, none, Alone{p})
-KERNELS_OF(uint16_t, uint16_t, halves, InHalves{p, weight})
+KERNELS_OF(uint16_t, uint16_t, split, InSplitFloats{p, weight})
 #define KERNELS(T, suffix) KERNELS_OF(float, T, suffix, Rounded<T>{p, weight})
 FOR_DTYPES(KERNELS)

@@ -26,7 +26,7 @@ struct Segments {
     unused: u32,
 }
 
-/// `StochasticRounding` of `cuda/include/dither.cuh`.
+/// `StochasticRounding` of `cuda/include/stochastic_rounding.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Numbers {
@@ -163,7 +163,7 @@ fn step(
         (first_size == 2, second.is_some_and(|(_, size)| size == 2));
     let verdict = verdict.map(|v| gpu.input(v.values(), DType::F32, op, "verdict")).transpose()?;
     let weights = match of.weight {
-        Some(_) if of.has_remainders() => "halves",
+        Some(_) if of.has_remainders() => "split",
         Some(weight) => suffix(weight.dtype(), op)?,
         None => "none",
     };

@@ -89,7 +89,7 @@ pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static 
     let (from, highs) =
         (gpu.input(values, DType::F32, op, "values")?, gpu.inplace(high, DType::BF16, op, "high")?);
     let lows = low.map(|low| gpu.inplace(low, DType::I16, op, "low")).transpose()?;
-    gpu.launch(FILE, "split_halves", grid(op, n, 4)?, THREADS, 0, |args| {
+    gpu.launch(FILE, "split_floats", grid(op, n, 4)?, THREADS, 0, |args| {
         args.ptr(highs).optional(lows).ptr(from).count(n);
     })
 }

@@ -1,13 +1,13 @@
 // f32 values kept as two halves of 16 bits: the value rounded to bf16, ties away from zero, and
-// what it lacks, signed. As `halves.rs`, bit for bit.
+// what it lacks, signed. As `kernels::ops::remainders`, bit for bit.
 #pragma once
 
 #include "device.cuh"
 
-struct Halves {
+struct SplitFloat {
     uint16_t high, low;
 
-    DEVICE static Halves of(float value) {
+    DEVICE static SplitFloat of(float value) {
         uint32_t bits;
         memcpy(&bits, &value, 4);
         const bool nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -30,8 +30,8 @@ DEVICE void store_four(uint16_t *high, uint16_t *low, const Vector<float> &value
     uint16_t highs[4], lows[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const Halves halves = Halves::of(values[i]);
-        highs[i] = halves.high, lows[i] = halves.low;
+        const SplitFloat split = SplitFloat::of(values[i]);
+        highs[i] = split.high, lows[i] = split.low;
     }
     uint2 raw;
     memcpy(&raw, highs, 8);
@@ -46,7 +46,7 @@ DEVICE Vector<float> load_four(const uint16_t *high, const uint16_t *low) {
     uint16_t highs[4], lows[4];
     memcpy(highs, &raws[0], 8);
     memcpy(lows, &raws[1], 8);
-    return Vector<float>::of([&](int i) { return Halves{highs[i], lows[i]}.value(); });
+    return Vector<float>::of([&](int i) { return SplitFloat{highs[i], lows[i]}.value(); });
 }
 
 /// Whether these addresses are multiples of 8.

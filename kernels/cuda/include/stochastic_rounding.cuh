@@ -1,11 +1,11 @@
 // Stochastic rounding to bf16 that no layout changes: the random words of
-// `kernels::optimizer::Dither`, bit for bit.
+// `kernels::tensor::arguments::stochastic_rounding`, bit for bit.
 #pragma once
 
 #include "device.cuh"
 
 /// How the elements of a range are rounded: by their numbers in the whole of a parameter.
-struct Dither {
+struct StochasticRounding {
     uint64_t row, column, width, pitch;
     uint32_t key, unused;
 
