@@ -9,6 +9,7 @@
 
 EXPECTED is another run's metrics, or a fixture's expected.json.
 """
+
 import json
 import re
 import sys
@@ -33,16 +34,30 @@ def losses(ours, theirs, tolerance, count):
         return max(abs(float(a[key]) / float(b[key]) - 1) for a, b in zip(ours, theirs))
 
     loss, norm = worst("lm_loss"), worst("grad_norm")
-    return max(loss, norm) <= float(tolerance), f"{len(ours)} steps: losses within {loss:.1e}, gradient norms within {norm:.1e}"
+    return max(loss, norm) <= float(
+        tolerance
+    ), f"{len(ours)} steps: losses within {loss:.1e}, gradient norms within {norm:.1e}"
 
 
 def bandwidth(log, percent):
     text = Path(log).read_text()
-    rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|\n ").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     at = rows[0].index("of copy")
-    shares = {row[0]: float(row[at].rstrip("%")) for row in rows[1:] if len(row) > at and row[at].endswith("%")}
+    shares = {
+        row[0]: float(row[at].rstrip("%"))
+        for row in rows[1:]
+        if len(row) > at and row[at].endswith("%")
+    }
     copy = re.search(r"copy: (\S+ \S+)", text).group(1).rstrip(",")
-    slow = [f"{name} {share:.0f}%" for name, share in sorted(shares.items(), key=lambda item: item[1]) if share < float(percent)]
+    slow = [
+        f"{name} {share:.0f}%"
+        for name, share in sorted(shares.items(), key=lambda item: item[1])
+        if share < float(percent)
+    ]
     figure = f"{len(shares) - len(slow)} of {len(shares)} kernels at {percent}% of {copy} or more"
     return not slow, figure + (f"; below: {', '.join(slow)}" if slow else "")
 
@@ -55,7 +70,9 @@ def rates(path):
 
 def graphs(ours, without, factor):
     (ours, _), (without, _) = rates(ours), rates(without)
-    return ours >= float(factor) * without, f"{ours:.0f} tokens/s, without {without:.0f}, {ours / without:.2f}×"
+    return ours >= float(
+        factor
+    ) * without, f"{ours:.0f} tokens/s, without {without:.0f}, {ours / without:.2f}×"
 
 
 def speed(ours, torch, factor, least_mfu):
@@ -67,11 +84,16 @@ def speed(ours, torch, factor, least_mfu):
     if not Path(torch).exists():
         return good, figure + "; no PyTorch to compare with"
     theirs, _ = rates(torch)
-    return good and tokens >= float(factor) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
+    return good and tokens >= float(
+        factor
+    ) * theirs, f"{figure}; PyTorch {theirs:.0f} tokens/s, {tokens / theirs:.2f}×"
 
 
 def attention(log, forward, backward):
-    found = re.findall(r"\| (\d+) tokens, d 128 \| forward (\d+) TFLOP/s \| backward (\d+) TFLOP/s", Path(log).read_text())
+    found = re.findall(
+        r"\| (\d+) tokens, d 128 \| forward (\d+) TFLOP/s \| backward (\d+) TFLOP/s",
+        Path(log).read_text(),
+    )
     rates = [(100 * min(float(row[i]) for row in found) / PEAK_TFLOPS) for i in (1, 2)]
     figure = f"forward {rates[0]:.0f}%, backward {rates[1]:.0f}% of {PEAK_TFLOPS} TFLOP/s at {', '.join(row[0] for row in found)} tokens"
     return rates[0] >= float(forward) and rates[1] >= float(backward), figure
@@ -90,8 +112,11 @@ def waits(trace):
         return False, "the trace has no steady step"
     names = [[name for what, name in step if what == "wait"] for step in steps]
     kernels = [sum(what == "kernel" for what, _ in step) for step in steps]
-    # Kernels that are queued before the step's first wait, which is for the results of the step before.
-    first = [next((i for i, (what, _) in enumerate(step) if what == "wait"), len(step)) for step in steps]
+    # Kernels that are queued before the step's first wait, which is for the results of the step
+    # before.
+    first = [
+        next((i for i, (what, _) in enumerate(step) if what == "wait"), len(step)) for step in steps
+    ]
     ahead = [sum(what == "kernel" for what, _ in step[:at]) for step, at in zip(steps, first)]
     others = sorted({name for step in names for name in step} - {"cuEventSynchronize"})
     good = not others and all(a >= 0.9 * n for a, n in zip(ahead, kernels))
@@ -100,14 +125,23 @@ def waits(trace):
 
 
 if __name__ == "__main__":
-    judge = {"losses": losses, "bandwidth": bandwidth, "graphs": graphs, "speed": speed, "attention": attention, "waits": waits}[sys.argv[1]]
+    judge = {
+        "losses": losses,
+        "bandwidth": bandwidth,
+        "graphs": graphs,
+        "speed": speed,
+        "attention": attention,
+        "waits": waits,
+    }[sys.argv[1]]
     try:
         good, figure = judge(*sys.argv[2:])
     except (AttributeError, IndexError, KeyError, OSError, ValueError) as error:
         # The program printed something else, or nothing: its last line says why.
         log = Path(sys.argv[2])
         lines = log.read_text().split("\n") if log.exists() else []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing was printed")
+        last = next(
+            (line.strip() for line in reversed(lines) if line.strip()), "nothing was printed"
+        )
         good, figure = False, f"no result in {log.name}: {last[:200]} ({type(error).__name__})"
     print(figure)
     sys.exit(not good)

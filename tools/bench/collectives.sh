@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Times collectives between the ranks of this machine here, with gloo (PyTorch) and, if mpicc is there, with the installed MPI, in turn,
-# and prints a table of the best times and their ratios in Markdown.
+# Times collectives between the ranks of this machine here, with gloo (PyTorch) and, if mpicc is
+# there, with the installed MPI, in turn, and prints a table of the best times and their ratios in
+# Markdown.
 #
 #   PYTHON=venv/bin/python tools/bench/collectives.sh
 #   PYTHON=venv/bin/python RANKS=4 DTYPE=bf16 SIZES=4096,1048576 tools/bench/collectives.sh

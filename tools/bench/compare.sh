@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a table of ratios in Markdown.
+# Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a
+# table of ratios in Markdown.
 #
 #   tools/bench/compare.sh                       all presets on all cores, and on two ranks beside two data-parallel ones there
 #   PRESETS=small STEPS=20 tools/bench/compare.sh
@@ -51,8 +52,9 @@ results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 
 failed=0
-# Runs a command and notes its figures under KEY and WHO. A run that fails is made once more (gloo aborts now and then as its processes end); without
-# figures then, too, it is missing from the table, and the script ends with an error.
+# Runs a command and notes its figures under KEY and WHO. A run that fails is made once more (gloo
+# aborts now and then as its processes end); without figures then, too, it is missing from the
+# table, and the script ends with an error.
 measure() {
     local key=$1 who=$2 line # key: preset|dtype|ranks × threads
     shift 2
@@ -72,7 +74,8 @@ for preset in $presets; do for dtype in $dtypes; do
     [ "$dtype" = fp32 ] && precision=() || precision=("--$dtype")
     # Samples of a step of one rank, there and here.
     case $preset in gpt2-124m) micro=2 ;; *) micro=8 ;; esac
-    # The output matrix weighs as much as two layers of the small presets: stage 0 gets four of six, and the way of a microbatch through the last stage is long.
+    # The output matrix weighs as much as two layers of the small presets: stage 0 gets four of six,
+    # and the way of a microbatch through the last stage is long.
     stages=(--pipeline-partition flops --delay-wgrad-compute --pipeline-extra-warmup 2)
     for _ in $(seq "$rounds"); do
         key="$preset|$dtype|1 × $threads"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Continues a prompt with a GPT-2 of 124 M parameters here and with Hugging Face transformers, in turn, and prints tokens a second in Markdown.
+# Continues a prompt with a GPT-2 of 124 M parameters here and with Hugging Face transformers, in
+# turn, and prints tokens a second in Markdown.
 #
 #   tools/bench/generate.sh
 #   DTYPES=fp32 TOKENS=64 ROUNDS=1 tools/bench/generate.sh

@@ -5,6 +5,7 @@
 
 Prints tokens a second, the first of them (the prompt's) not counted.
 """
+
 import sys
 import time
 
@@ -20,7 +21,9 @@ def make(folder):
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=50304, bos_token_id=None, eos_token_id=None)
     GPT2LMHeadModel(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(f"{folder}/tokenizer.json")
 
@@ -37,7 +40,9 @@ def run(folder, dtype, tokens, threads):
     def seconds(new):
         start = time.perf_counter()
         with torch.inference_mode():
-            model.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+            model.generate(
+                prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+            )
         return time.perf_counter() - start
 
     seconds(4)

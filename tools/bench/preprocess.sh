@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `megatron preprocess` and the tokenizers library's encode_batch_fast on the same text, on one core each, alternating; prints a table
-# in Markdown.
+# `megatron preprocess` and the tokenizers library's encode_batch_fast on the same text, on one core
+# each, alternating; prints a table in Markdown.
 #
 #   PYTHON=.venv/bin/python tools/bench/preprocess.sh      a Python with `tokenizers`
 #
@@ -10,8 +10,8 @@
 #   VOCAB     tokens of the vocabulary, trained on that text                             [8192]
 #   ROUNDS    runs of each; the fastest counts, and the median is given                  [5]
 #   CORE      the core to run on, with taskset                                           [0]
-# Ours reads and parses the file, tokenizes, and writes the dataset; theirs is timed without reading or writing. Both meet the same
-# words again and again, and remember them.
+# Ours reads and parses the file, tokenizes, and writes the dataset; theirs is timed without reading
+# or writing. Both meet the same words again and again, and remember them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} mb=${MB:-40} vocab=${VOCAB:-8192} rounds=${ROUNDS:-5} core=${CORE:-0}

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Reshards a checkpoint of about 4 GB and copies the same files with cp and fsync, alternating; prints times and memory in Markdown.
+# Reshards a checkpoint of about 4 GB and copies the same files with cp and fsync, alternating;
+# prints times and memory in Markdown.
 #
 #   tools/bench/reshard.sh                                   tp 1 · dp 1 to tp 4 · pp 3 · dp 2 with ZeRO-1
 #   ROUNDS=5 TO="--tensor-model-parallel-size 2" tools/bench/reshard.sh
@@ -9,8 +10,8 @@
 #   LAYERS    layers of the model, 1.4 GB each with Adam's state     [3]
 #   ROUNDS    runs of each; the median counts                        [3]
 #   DIR       where files are made and removed again; needs 3 times the checkpoint's size  [target/bench-reshard]
-# Run it on a machine that does nothing else: whatever else runs is in the figures. Files that were just read are in the
-# page cache for both.
+# Run it on a machine that does nothing else: whatever else runs is in the figures. Files that were
+# just read are in the page cache for both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

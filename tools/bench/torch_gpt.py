@@ -8,6 +8,7 @@ Trains the presets of `megatron bench step` on random tokens and prints a line o
 timed steps, all ranks together), TFLOP/s, largest memory of a rank (resident, or allocated on its GPU), loss of the last step.
 Operations of a token: 6·N + 6·L·H·S, N without position embeddings and with the shared output matrix once (causal attention).
 """
+
 import argparse
 import os
 import resource
@@ -28,7 +29,9 @@ PRESETS = {  # layers, hidden, heads, kv heads, ffn, sequence, microbatch, vocab
 }
 WARM_UP = 3
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--preset", default="small", choices=PRESETS)
 parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
 parser.add_argument("--compile", type=int, default=0, help="1: torch.compile the model")
@@ -60,7 +63,7 @@ COS, SIN = (torch.cat([t] * 2, 1).to(DEVICE) for t in (angles.cos(), angles.sin(
 
 
 def rope(x):
-    rotated = torch.cat([-x[..., D // 2:], x[..., :D // 2]], -1)
+    rotated = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
     return x * COS.to(x.dtype) + rotated * SIN.to(x.dtype)
 
 
@@ -116,7 +119,9 @@ class GPT(nn.Module):
 
 
 model = GPT().to(DEVICE)
-num_params = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("positions"))
+num_params = sum(
+    p.numel() for name, p in model.named_parameters() if not name.startswith("positions")
+)
 trained = nn.parallel.DistributedDataParallel(model) if distributed else model
 if args.compile:
     trained = torch.compile(trained)
@@ -137,7 +142,11 @@ for step in range(WARM_UP + args.steps):
         torch.cuda.synchronize()
     seconds.append(time.perf_counter() - start)
 
-gib = torch.cuda.max_memory_allocated() / 2**30 if GPU else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+gib = (
+    torch.cuda.max_memory_allocated() / 2**30
+    if GPU
+    else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+)
 peak = torch.tensor([gib], device=DEVICE)
 if distributed:
     dist.all_reduce(peak, dist.ReduceOp.MAX)

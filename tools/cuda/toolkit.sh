@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Make a CUDA 13 toolkit in DIR from the packages that NVIDIA publishes on PyPI, enough to build `--features cuda`
-# on a machine that has no GPU, no driver and no CUDA installation (and enough to run on one that has a GPU and a driver).
+# Make a CUDA 13 toolkit in DIR from the packages that NVIDIA publishes on PyPI, enough to build
+# `--features cuda` on a machine that has no GPU, no driver and no CUDA installation (and enough to
+# run on one that has a GPU and a driver).
 #
 #   tools/cuda/toolkit.sh DIR      # about 2 GB; does nothing if DIR is complete
 #   source DIR/env.sh              # CUDA_HOME, PATH and where compilers and linkers look
 #   cargo build --release --features cuda
 #
-# Needs python3 with venv, gcc and g++. Where NVIDIA's own toolkit is installed this is not needed: set CUDA_HOME.
+# Needs python3 with venv, gcc and g++. Where NVIDIA's own toolkit is installed this is not needed:
+# set CUDA_HOME.
 set -euo pipefail
 
 if [[ $# -ne 1 || $1 == -* ]]; then
@@ -44,7 +46,8 @@ done
 ln -sf "$cuda"/lib/*.a "$dir/lib64/"
 ln -sf "$nccl/include/nccl.h" "$dir/nccl.h"
 
-# Linking wants a libcuda, which comes with the driver only. This one has the names and nothing else.
+# Linking wants a libcuda, which comes with the driver only. This one has the names and nothing
+# else.
 grep -ohE '\bcu[A-Z][A-Za-z0-9]*(_v[0-9]+)?(_pt[ds][sz])?\b' "$cuda/include/cuda.h" | sort -u |
   sed 's/.*/void &(void) {}/' >"$dir/libcuda.c"
 gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$dir/lib64/stubs/libcuda.so" "$dir/libcuda.c"
