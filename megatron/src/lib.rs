@@ -27,7 +27,7 @@
 //! | folder | what it holds |
 //! |---|---|
 //! | [`topology`] | rank arithmetic: which rank sits where on tp × cp × ep × dp × pp |
-//! | [`comm`] | communicators between ranks, rendezvous, watchdog |
+//! | [`comm`] | communicators between ranks, rendezvous, deadlines, lost ranks |
 //! | [`config`] | what a run is made of, resolved and validated |
 //! | [`params`] | what a parameter is regardless of layout; initial values; flat buffers |
 //! | [`tensor_parallel`] | layers cut over tp, and the layouts of their activations |

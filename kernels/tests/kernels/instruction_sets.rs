@@ -78,6 +78,9 @@ fn digest() -> kernels::Result<Vec<String>> {
         line("gelu_backward", &[activation::gelu_backward(&dy, &x)?]);
         line("swiglu", &[activation::swiglu(&x)?]);
         line("swiglu_backward", &[activation::swiglu_backward(&half, &x)?]);
+        let (relu, squared) = (activation::relu(&x)?, activation::squared_relu(&x)?);
+        line("relu", &[relu, activation::relu_backward(&dy, &x)?]);
+        line("squared_relu", &[squared, activation::squared_relu_backward(&dy, &x)?]);
 
         let (w, bias) = (view("w", &[h], dtype, false), view("bias", &[h], dtype, wild));
         let (dw, db) = (zeros(&[h]), zeros(&[h]));

@@ -80,6 +80,10 @@ fn activations_round_once() {
             activation::gelu_backward(dy, x)?,
             activation::swiglu(x)?,
             activation::swiglu_backward(dhalf, x)?,
+            activation::relu(x)?,
+            activation::relu_backward(dy, x)?,
+            activation::squared_relu(x)?,
+            activation::squared_relu_backward(dy, x)?,
         ];
         Ok((results, vec![]))
     });

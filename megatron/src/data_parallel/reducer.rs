@@ -21,7 +21,7 @@ pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
 /// reductions need no agreement.
 pub struct GradientReducer {
     tp: Group,
-    dp: Group,
+    replicas: Group,
     /// First and last stage of the pipeline, where tied weights live on both.
     embedding: Option<Group>,
     /// Leave each replica its shard of the sum only (ZeRO-1).
@@ -45,20 +45,20 @@ struct InFlight {
 }
 
 impl GradientReducer {
-    /// `tp` and `dp` are this rank's groups. `embedding` joins the first and last stage
+    /// `tp` and `replicas` (dp × cp) are this rank's groups. `embedding` joins the first and last stage
     /// where a tied weight lives on both. With `scatter` a replica gets its [`shard`] of
     /// the sums alone (ZeRO-1). With `overlap` a bucket's reduction starts when its last
     /// gradient is complete.
     pub fn new(
         tp: Group,
-        dp: Group,
+        replicas: Group,
         embedding: Option<Group>,
         scatter: bool,
         overlap: bool,
     ) -> Self {
         Self {
             tp,
-            dp,
+            replicas,
             embedding,
             scatter,
             overlap,
@@ -108,7 +108,7 @@ impl GradientReducer {
             }
         }
         if std::mem::take(&mut self.first_step) {
-            let (rank, replicas) = (self.dp.rank(), self.dp.size());
+            let (rank, replicas) = (self.replicas.rank(), self.replicas.size());
             let final_part = |len| if self.scatter { shard(len, rank, replicas) } else { 0..len };
             declarations::check(&self.tp, store, final_part)?;
         }
@@ -121,11 +121,11 @@ impl GradientReducer {
         if bucket.tied {
             self.add_tied_uses(bucket, store)?;
         }
-        if self.dp.size() == 1 {
+        if self.replicas.size() == 1 {
             return Ok(());
         }
         let mine = if self.scatter {
-            shard(bucket.len, self.dp.rank(), self.dp.size())
+            shard(bucket.len, self.replicas.rank(), self.replicas.size())
         } else {
             0..bucket.len
         };
@@ -139,9 +139,9 @@ impl GradientReducer {
             (grads, part.clone())
         };
         let work = if self.scatter {
-            self.dp.reduce_scatter(&from, &to, ReduceOp::Sum)?
+            self.replicas.reduce_scatter(&from, &to, ReduceOp::Sum)?
         } else {
-            self.dp.all_reduce(&from, ReduceOp::Sum)?
+            self.replicas.all_reduce(&from, ReduceOp::Sum)?
         };
         self.in_flight.push(InFlight { work, convert: self.in_bf16.then_some((to, part)) });
         Ok(())

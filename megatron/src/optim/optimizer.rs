@@ -58,9 +58,9 @@ pub struct Optimizer {
     config: OptimizerConfig,
     states: Vec<BucketState>,
     tp: Group,
-    dp: Group,
+    replicas: Group,
     pp: Group,
-    /// State and updates are cut over dp.
+    /// State and updates are cut over the replicas (dp × cp).
     sharded: bool,
     /// Of what rounds second moments in bf16.
     seed: u64,
@@ -77,12 +77,12 @@ impl Optimizer {
         config: &OptimizerConfig,
         store: &ParamStore,
         tp: Group,
-        dp: Group,
+        replicas: Group,
         pp: Group,
         sharded: bool,
         seed: u64,
     ) -> Result<Self> {
-        let cut = |len| if sharded { shard(len, dp.rank(), dp.size()) } else { 0..len };
+        let cut = |len| if sharded { shard(len, replicas.rank(), replicas.size()) } else { 0..len };
         let ranges = store.buckets().iter().map(|bucket| cut(bucket.len)).collect();
         let (device, of) = (&store.options().device, store.options().main_grad_dtype());
         let dtypes = match config.kind {
@@ -92,7 +92,7 @@ impl Optimizer {
             OptimizerKind::Sgd => vec![of],
         };
         let states = BucketState::zeros(ranges, &dtypes, &config.offload, device)?;
-        Ok(Self { config: config.clone(), states, tp, dp, pp, sharded, seed, steps: 0 })
+        Ok(Self { config: config.clone(), states, tp, replicas, pp, sharded, seed, steps: 0 })
     }
 
     /// Updates applied so far.
@@ -151,7 +151,7 @@ impl Optimizer {
         if !self.counts(param) {
             return 0..0;
         }
-        match (self.sharded, self.dp.rank()) {
+        match (self.sharded, self.replicas.rank()) {
             (true, _) => self.part(param),
             (false, 0) => param.range(),
             (false, _) => 0..0,
@@ -238,8 +238,8 @@ impl Optimizer {
         // takes memory and queues.
         let mut shares =
             Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
-        if self.sharded && self.dp.size() > 1 {
-            shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.dp)?;
+        if self.sharded && self.replicas.size() > 1 {
+            shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.replicas)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
         // A GPU does all of it, and changes nothing, rather than wait for the verdict.
@@ -252,7 +252,7 @@ impl Optimizer {
         if self.sharded {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
                 let mine = bucket.weights.narrow(0, state.range.start, state.range.len())?;
-                self.dp.all_gather(&mine, &bucket.weights)
+                self.replicas.all_gather(&mine, &bucket.weights)
             });
             for work in gathers.collect::<Result<Vec<Work>>>()? {
                 work.wait()?;
@@ -371,8 +371,9 @@ impl Optimizer {
             let bucket = &store.buckets()[param.bucket];
             let state = &self.states[param.bucket];
             let whole = param.range();
-            let written =
-                || written_part(whole.clone(), bucket.len, self.dp.rank(), self.dp.size());
+            let written = || {
+                written_part(whole.clone(), bucket.len, self.replicas.rank(), self.replicas.size())
+            };
             let mut push = |kind,
                             range: Range<usize>,
                             data: &dyn Fn(&Range<usize>) -> Result<Elements>|

@@ -158,8 +158,9 @@ impl Ctx<'_> {
         Ok(Some(Dropout { p, key, tokens }))
     }
 
-    /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later): the one door
-    /// of weight gradients of layers. Neither operand may be written to after this; who reuses
+    /// Accumulates the gradient of a product's weight, `dw += dyᵀ·x`, now or
+    /// [`later`](Self::later); every layer that multiplies by a weight does it here. What else a
+    /// layer has a gradient of, it adds to `ctx.params.grad(id)` itself. Neither operand may be written to after this; who reuses
     /// their memory calls [`weight_grad_now`](Self::weight_grad_now).
     pub fn weight_grad(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
         match self.later {

@@ -55,6 +55,7 @@ pub use cross_entropy::{RowStats, Targets, VocabParallelCrossEntropy};
 pub use dense::{Activation, Linear};
 pub use embedding::{Embedding, VocabSpec};
 pub use head::{Head, logits_room};
+pub use kernels::ops::norm::NormStats;
 pub use layer::{Input, Layer, Output, Saved};
 pub use linear::{ColumnParallelLinear, Join, LinearSpec, RowParallelLinear};
 pub use mappings::TensorParallel;
