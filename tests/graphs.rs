@@ -1,6 +1,6 @@
 //! CUDA graphs of a microbatch (`enable_cuda_graph`): steps by them have the bits of ordinary ones.
 //!
-//! Needs a GPU, or stand-ins for NVIDIA's libraries (docs/gpu.md):
+//! Needs a GPU, or stand-ins for NVIDIA's libraries (docs/explanation/gpu-kernels.md):
 //! ```text
 //! cargo test --release -p system-tests --features cuda --test graphs
 //! ```

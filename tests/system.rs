@@ -2,6 +2,7 @@
 
 mod arrows;
 mod bitwise;
+mod book;
 mod custom_models;
 mod documents;
 mod families;

@@ -117,7 +117,7 @@ fn open_gpu(ordinal: usize) -> Result<Device> {
 #[cfg(not(feature = "cuda"))]
 pub fn gpus() -> Result<usize> {
     Err(unavailable(
-        "this program was built for the CPU alone; build it with `cargo build --release --features cuda` (docs/gpu.md)",
+        "this program was built for the CPU alone; build it with `cargo build --release --features cuda` (docs/guide/install.md)",
     ))
 }
 

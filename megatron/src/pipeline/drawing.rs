@@ -70,11 +70,11 @@ mod tests {
 
     #[test]
     fn the_drawings_in_the_documentation_are_those_of_the_generators() {
-        let page = include_str!("../../../docs/pipeline.md");
+        let page = include_str!("../../../docs/explanation/schedules.md");
         let check = |name: &str, drawing: String| {
             assert!(
                 page.contains(&format!("```text\n{drawing}```\n")),
-                "docs/pipeline.md draws {name} otherwise than\n{drawing}"
+                "schedules.md draws {name} otherwise than\n{drawing}"
             );
         };
         for (name, schedule) in [

@@ -65,7 +65,10 @@ impl Problems {
             lines.insert(0, "some settings cannot be used:".to_string());
         }
         if self.others {
-            lines.push("docs/migrating.md tells what becomes of other programs' flags".to_string());
+            lines.push(
+                "docs/reference/from-megatron-lm.md tells what becomes of other programs' flags"
+                    .to_string(),
+            );
         }
         Err(Error::usage(lines.join("\n")))
     }

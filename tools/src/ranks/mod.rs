@@ -236,7 +236,7 @@ pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
     if run.training.enable_cuda_graph && !on_gpus {
         return Err(Error::usage(
             "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
-             --device cuda in a program built with --features cuda (docs/gpu.md)",
+             --device cuda in a program built with --features cuda (docs/guide/install.md)",
         ));
     }
     Ok(())

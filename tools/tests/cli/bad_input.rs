@@ -243,7 +243,7 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
         let output = megatron().args(["pretrain", flag]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{flag}");
         let text = stderr(&output);
-        assert!(text.contains(instead) && text.contains("docs/migrating.md"), "{flag}: {text}");
+        assert!(text.contains(instead) && text.contains("from-megatron-lm.md"), "{flag}: {text}");
     }
     for name in ["--max-new-tokens", "--num-tokens-to-generate", "--max-length", "--max_tokens"] {
         let output =

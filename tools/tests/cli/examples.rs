@@ -389,7 +389,7 @@ fn the_image_has_this_projects_rust_and_the_user_that_pods_run_as() {
         values.next().unwrap_or_else(|| panic!("ARG {name}")).to_string()
     };
     assert_eq!(argument("RUST"), env!("CARGO_PKG_RUST_VERSION"));
-    // candle's and our kernels are built for this one (docs/gpu.md).
+    // candle's and our kernels are built for this one (docs/guide/install.md).
     assert!(argument("CUDA").starts_with("13."));
     let has = |line: &str| dockerfile.lines().any(|other| other == line);
     assert!(has("ENTRYPOINT [\"megatron\"]"));

@@ -1,6 +1,7 @@
 //! Flags of DeepSpeed's runner and torchrun, for `megatron launch`.
 
-/// Names without dashes, and what is to be done. docs/migrating.md tells the same.
+/// Names without dashes, and what is to be done. docs/reference/from-deepspeed.md and
+/// from-torchrun.md tell the same.
 pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     (&["num-gpus", "num-accelerators"], "use --nproc-per-node, or --include with a --hostfile"),
     (&["num-nodes"], "use --include with the hosts of the --hostfile to take, or --nnodes"),

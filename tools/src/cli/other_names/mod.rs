@@ -3,7 +3,8 @@
 //!
 //! One that cannot change a result here is passed over. One that could, or that asks for what is
 //! not there, is refused with the reason. A flag that has another name here is an alias in
-//! [`super::flags`] instead. docs/migrating.md tells the same.
+//! [`super::flags`] instead. docs/reference/from-megatron-lm.md tells the
+//! same.
 
 mod capabilities;
 mod files;

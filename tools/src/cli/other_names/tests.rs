@@ -126,10 +126,10 @@ fn a_value_decides_where_only_some_change_nothing() {
     }
 }
 
-/// The flags in the first column of the tables under `title` of docs/migrating.md, by heading of
-/// the table's second column.
-fn documented(title: &str) -> Vec<(String, String)> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/migrating.md");
+/// The flags in the first column of the tables under `title` of a page of docs/reference, by
+/// heading of the table's second column.
+fn documented(page: &str, title: &str) -> Vec<(String, String)> {
+    let path = format!("{}/../docs/reference/{page}", env!("CARGO_MANIFEST_DIR"));
     let text = std::fs::read_to_string(path).unwrap();
     let part = text.split("## ").find(|part| part.starts_with(title)).unwrap();
     let mut heading = String::new();
@@ -155,7 +155,7 @@ fn documented(title: &str) -> Vec<(String, String)> {
 
 #[test]
 fn the_documentation_says_the_same() {
-    let flags = documented("Flags of other names");
+    let flags = documented("from-megatron-lm.md", "Flags of other names");
     let of = |heading: &'static str| {
         flags.iter().filter(move |(known, _)| known.starts_with(heading)).map(|(_, name)| name)
     };
@@ -182,7 +182,8 @@ fn the_documentation_says_the_same() {
 fn the_documentation_tells_of_the_same_launchers() {
     let launch = Cli::command().find_subcommand("launch").unwrap().clone();
     let known = |flag: &str| launch.get_arguments().any(|arg| arg.get_long() == Some(flag));
-    let flags = documented("Launchers");
+    let pages = ["from-deepspeed.md", "from-torchrun.md"];
+    let flags = pages.map(|page| documented(page, "Launchers")).concat();
     for (_, flag) in &flags {
         assert!(instead_of_launchers(flag).is_some() != known(flag), "{flag}");
     }
