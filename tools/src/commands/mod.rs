@@ -1,6 +1,8 @@
 //! The commands: which there are, and what was asked for. A folder or file for each.
 
 pub mod bench;
+#[cfg(test)]
+mod book;
 pub mod completions;
 pub mod convert;
 pub mod doctor;
