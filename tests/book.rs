@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Words of all pages, of one page, and of a sentence in the mean.
+/// Words of all pages, of one page, and of a sentence in the mean; tables of flags are made by
+/// `tools/src/commands/book.rs` and may be longer.
 const MOST: [usize; 3] = [25_000, 1_500, 18];
 
 fn root() -> PathBuf {
@@ -64,7 +65,8 @@ fn is_numbered(line: &str) -> bool {
 fn pages_are_short_and_so_are_their_sentences() {
     let [most_in_all, most_of_a_page, mean] = MOST;
     let mut all = 0;
-    for page in pages(&root().join("docs")) {
+    let written = |page: &PathBuf| !page.parent().unwrap().ends_with("reference/flags");
+    for page in pages(&root().join("docs")).into_iter().filter(written) {
         let prose = prose(&fs::read_to_string(&page).unwrap());
         let words = prose.split_whitespace().filter(is_word).count();
         assert!(words <= most_of_a_page, "{}: {words} words", page.display());

@@ -5,7 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::parse;
+use clap::Arg;
+
+use super::{command, parse};
 use crate::cli::Stop;
 
 fn root() -> PathBuf {
@@ -79,4 +81,94 @@ fn commands_of_the_book_are_taken() {
         }
     }
     assert!(taken > 50, "{taken} commands were found");
+}
+
+/// A row of a table for a flag or an argument.
+fn row(arg: &Arg) -> String {
+    let name = match (arg.get_long(), arg.get_value_names()) {
+        (Some(long), _) => format!("`--{long}`"),
+        (None, Some([name, ..])) => format!("`{name}`"),
+        (None, _) => format!("`{}`", arg.get_id()),
+    };
+    let possible = arg.get_possible_values();
+    let value = if !arg.get_action().takes_values() || arg.get_long().is_none() {
+        String::new()
+    } else if possible.is_empty() {
+        arg.get_value_names().unwrap_or_default().join(" ")
+    } else {
+        possible.iter().map(|value| value.get_name()).collect::<Vec<_>>().join(", ")
+    };
+    let default = arg.get_default_values().iter().map(|value| value.to_string_lossy());
+    let default = default.collect::<Vec<_>>().join(" ");
+    let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+    let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+    let cells = [name, value, default, help].map(|cell| cell.replace('|', "\\|"));
+    format!("| {} |\n", cells.join(" | "))
+}
+
+/// A table of `args`, without those that every command has.
+fn table<'a>(args: impl Iterator<Item = &'a Arg>) -> String {
+    let shown =
+        |arg: &&Arg| !arg.is_hide_set() && !["help", "version"].contains(&arg.get_id().as_str());
+    let rows: String = args.filter(shown).map(row).collect();
+    match rows.is_empty() {
+        true => String::new(),
+        false => format!("| flag | value | default | what it does |\n|---|---|---|---|\n{rows}"),
+    }
+}
+
+/// What the tables of flags in the book say: for each page its name and text.
+fn tables() -> Vec<(String, String)> {
+    const MADE: &str = "This page is made from the table that `--help` is made from.";
+    let mut command = command();
+    command.build();
+    let mut pages = Vec::new();
+    let pretrain = command.find_subcommand("pretrain").unwrap();
+    let mut headings: Vec<&str> =
+        pretrain.get_arguments().filter_map(Arg::get_help_heading).collect();
+    headings.dedup();
+    for heading in headings {
+        let topic = heading.split([':', ',']).next().unwrap();
+        let args = pretrain.get_arguments().filter(|arg| arg.get_help_heading() == Some(heading));
+        let text = format!(
+            "# Flags of pretrain: {}\n\n{heading}.\n{MADE}\n\n{}",
+            topic.to_lowercase(),
+            table(args)
+        );
+        pages.push((topic.to_lowercase().replace(' ', "-"), text));
+    }
+    let mut text = format!("# Flags of the other commands\n\n{MADE}\n");
+    let mut open: Vec<(String, &clap::Command)> = command
+        .get_subcommands()
+        .filter(|it| !["help", "pretrain"].contains(&it.get_name()))
+        .map(|it| (it.get_name().to_string(), it))
+        .collect();
+    open.reverse();
+    while let Some((name, command)) = open.pop() {
+        let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+        let table = table(command.get_arguments());
+        if !table.is_empty() {
+            text += &format!("\n## `megatron {name}`\n\n{about}.\n\n{table}");
+        }
+        let inner = command.get_subcommands().filter(|it| it.get_name() != "help");
+        let inner: Vec<_> = inner.map(|it| (format!("{name} {}", it.get_name()), it)).collect();
+        open.extend(inner.into_iter().rev());
+    }
+    pages.push(("commands".to_string(), text));
+    pages
+}
+
+/// `UPDATE_BOOK=1` writes the pages anew.
+#[test]
+fn tables_of_flags_are_those_of_help() {
+    let folder = root().join("docs/reference/flags");
+    for (name, text) in tables() {
+        let path = folder.join(format!("{name}.md"));
+        if std::env::var_os("UPDATE_BOOK").is_some() {
+            fs::create_dir_all(&folder).unwrap();
+            fs::write(&path, &text).unwrap();
+        }
+        let there = fs::read_to_string(&path).unwrap_or_default();
+        assert!(there == text, "{} is old: run this test with UPDATE_BOOK=1", path.display());
+    }
 }
