@@ -74,6 +74,20 @@ enum Kind {
 /// A tokenizer's file beside checkpoints, as Hugging Face names it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
+/// The largest id of a token that is read; more than any vocabulary needs.
+const MAX_ID: u64 = i32::MAX as u64;
+
+/// The ids that a tokenizer.json gives to its tokens.
+fn ids(json: &serde_json::Value) -> impl Iterator<Item = u64> {
+    let vocabulary = json["model"]["vocab"].as_object();
+    let added = json["added_tokens"].as_array();
+    vocabulary
+        .into_iter()
+        .flat_map(|tokens| tokens.values())
+        .chain(added.into_iter().flatten().map(|token| &token["id"]))
+        .filter_map(serde_json::Value::as_u64)
+}
+
 impl Tokenizer {
     /// As [`open_with`](Self::open_with) the options that the tokenizer has by itself.
     ///
@@ -250,6 +264,12 @@ impl Tokenizer {
         // The library panics on some texts that are no JSON at all, so that is ruled out first.
         let json = serde_json::from_slice::<serde_json::Value>(&bytes)
             .map_err(|error| unusable(&error))?;
+        // It also counts on from the largest id.
+        if let Some(id) = ids(&json).find(|&id| id > MAX_ID) {
+            return Err(unusable(&format!(
+                "it has the token id {id}, and the largest is {MAX_ID}"
+            )));
+        }
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
         // What a model's authors cut and pad for inference is not for training texts.

@@ -154,6 +154,17 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
         let message = refusal(&path.display().to_string());
         assert!(message.contains("tokenizer.json: is no usable"), "{message}");
     }
+    // The `tokenizers` crate counts on from the largest one.
+    for (vocab, added) in [("4294967295", "1"), ("0", "4294967295")] {
+        let content = format!(
+            r#"{{"version": "1.0", "added_tokens": [{{"id": {added}, "content": "b", "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false, "special": true}}],
+            "model": {{"type": "BPE", "vocab": {{"a": {vocab}}}, "merges": []}}}}"#
+        );
+        let path = write(folder.path(), "tokenizer.json", &content);
+        let message = refusal(&path.display().to_string());
+        assert!(message.contains("has the token id 4294967295"), "{message}");
+    }
     let message = refusal("no/such/tokenizer.json");
     assert!(
         message.contains("no/such/tokenizer.json: does not exist")
