@@ -41,7 +41,7 @@ impl<E: Lanes> Kernel<E> for Avx512 {
             return zen;
         }
         // Intel's cores lose 4 to 9% of weight gradients to longer blocks, AMD's gain from them
-        // (docs/benchmarks, bfc0c68 and 31c48f2).
+        // (commits bfc0c68 and 31c48f2).
         Blocking { kc: 384, once: 768, in_place: InPlace::ALONE, ..zen }
     }
 

@@ -28,7 +28,7 @@ impl InPlace {
     /// Beside one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is
     /// read once for each few: that, and packing between tiles, costs forward products there 3 to
     /// 5%. Fewer sums are of fewer rows than a thread has, for each of which all panels are packed
-    /// again: 2 to 4% of long inner dimensions (docs/benchmarks, 3496bfc).
+    /// again: 2 to 4% of long inner dimensions (commit 3496bfc).
     pub const ALONE: Self = Self { packs_ahead: false, sums: 400 << 10 };
 }
 

@@ -1,7 +1,7 @@
 //! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole
 //! training steps reach.
 //!
-//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks`.
+//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks.md`.
 
 mod collectives;
 mod kernels;
