@@ -1,9 +1,9 @@
 //! What a run writes down of its steps and evaluations.
 
 use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
+use super::progress::Progress;
 use super::report::Reporter;
 use super::tensorboard::{self, TensorboardWriter};
-use super::trainer::Progress;
 use crate::config::RunConfig;
 use crate::{Error, Result};
 

@@ -1,8 +1,9 @@
 //! How a run goes on from a checkpoint, and what it tells of that.
 
+use super::progress::Progress;
 use super::report::Reporter;
 use super::run::{is_due, preflight};
-use super::trainer::{Progress, Trainer};
+use super::trainer::Trainer;
 use super::{resume_notes, state};
 use crate::checkpoint::{self, Later};
 use crate::config::{RunConfig, Takes};

@@ -7,8 +7,8 @@
 
 use serde_json::{Map, Value, json};
 
+use super::progress::Progress;
 use super::state::{is_of_schedule, same, with_schedule};
-use super::trainer::Progress;
 use crate::config::parse_split;
 use crate::config::{DataloaderType, DecayStyle, OptimizerKind, RunConfig, SchedulerOf};
 use crate::optim::LrSchedule;

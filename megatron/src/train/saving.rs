@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use kernels::tensor::trace::{Kind, span};
 
+use super::progress::Progress;
 use super::state;
-use super::trainer::{Progress, Trainer};
+use super::trainer::Trainer;
 use crate::checkpoint::FolderLock;
 use crate::config::{SchedulerOf, Takes};
 use crate::optim::LrSchedule;

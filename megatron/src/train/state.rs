@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use super::trainer::Progress;
+use super::progress::Progress;
 use crate::checkpoint::Manifest;
 use crate::config::{
     ModelConfig, OptimizerConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision,

@@ -7,7 +7,6 @@ use std::time::Instant;
 use candle_core::{Device, Tensor};
 use kernels::tensor::graph::can_record;
 use kernels::tensor::trace::{Kind, span};
-use serde::{Deserialize, Serialize};
 
 use super::agreement::require as require_alike;
 use super::divergence::at_step;
@@ -17,11 +16,13 @@ use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
 use super::model::ModelBuilder;
 use super::out_of_memory::{MemoryByUse, explain};
+use super::progress::Progress;
 use super::schedules::Schedules;
+use super::sources::Sources;
 use crate::checkpoint::{FolderLock, Saving};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
-use crate::data::{DocumentEnds, GlobalBatch, Loader, MicroBatch, SampleSource};
+use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::{GradientReducer, shard};
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued, Rates, weight_decay_at};
 use crate::params::{ParamId, ParamStore};
@@ -29,67 +30,6 @@ use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forwar
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result};
-
-/// The data of a run.
-#[derive(Clone)]
-pub struct Sources {
-    /// What steps are made with.
-    pub train: Arc<dyn SampleSource>,
-    /// What is evaluated during the run, if anything is.
-    pub valid: Option<Arc<dyn SampleSource>>,
-    /// What is evaluated at the run's end, if anything is.
-    pub test: Option<Arc<dyn SampleSource>>,
-    /// What ends documents, if that changes anything.
-    pub document_ends: Option<DocumentEnds>,
-    /// Equal for equal tokens; a resumed run tells if it reads other data.
-    pub fingerprint: String,
-}
-
-impl Sources {
-    /// Samples to train with, and nothing to evaluate.
-    pub fn of(train: impl SampleSource + 'static) -> Self {
-        Self {
-            train: Arc::new(train),
-            valid: None,
-            test: None,
-            document_ends: None,
-            fingerprint: String::new(),
-        }
-    }
-}
-
-/// How far a run is. With the parameters and the optimizer's state, all there is to resume.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Progress {
-    /// Steps made, or queued.
-    pub iteration: u64,
-    /// Samples read.
-    pub consumed_samples: u64,
-    /// Tokens of these: a run may go on with longer or shorter sequences.
-    #[serde(default)]
-    pub consumed_tokens: u64,
-    /// Samples of steps that updated the parameters; what learning-rate schedules count.
-    pub applied_samples: u64,
-    /// Updates applied; Adam's step count.
-    pub updates: u64,
-    /// Updates left out because the gradient was not finite.
-    pub skipped_iterations: u64,
-    /// Steps whose loss was not finite.
-    pub nan_iterations: u64,
-    /// The last steps, as far as they had in a row a loss or a gradient that was not finite.
-    /// Overflows that a loss scale answers by falling neither count nor end the row.
-    #[serde(default)]
-    pub nonfinite_in_a_row: u64,
-}
-
-impl Progress {
-    /// The first sample of `seq_length` tokens that is not read yet. Where the length of sequences
-    /// changed, it is the first one behind the tokens that were read, so that none of these is in
-    /// it.
-    pub fn data_position(&self, seq_length: usize) -> u64 {
-        self.consumed_tokens.div_ceil(seq_length.max(1) as u64)
-    }
-}
 
 /// A step that is queued: what is known of it, and where the rest will be read.
 pub(super) struct InFlight {

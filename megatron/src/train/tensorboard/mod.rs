@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 pub use event_file::has_events;
 
 use super::metrics::{EvalMetrics, StepMetrics};
-use super::trainer::Progress;
+use super::progress::Progress;
 use crate::Result;
 use crate::config::{Precision, RunConfig, TensorboardConfig};
 use event_file::EventFile;
