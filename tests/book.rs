@@ -64,10 +64,13 @@ fn is_numbered(line: &str) -> bool {
 #[test]
 fn pages_are_short_and_so_are_their_sentences() {
     let [most_in_all, most_of_a_page, mean] = MOST;
+    let too_wide = |line: &&str| line.chars().count() > 100 && !line.starts_with('|');
     let mut all = 0;
     let written = |page: &PathBuf| !page.parent().unwrap().ends_with("reference/flags");
     for page in pages(&root().join("docs")).into_iter().filter(written) {
         let prose = prose(&fs::read_to_string(&page).unwrap());
+        let wide = prose.lines().find(too_wide);
+        assert!(wide.is_none(), "{}: {wide:?}", page.display());
         let words = prose.split_whitespace().filter(is_word).count();
         assert!(words <= most_of_a_page, "{}: {words} words", page.display());
         all += words;

@@ -10,7 +10,9 @@ use candle_nn::{Init, VarBuilder};
 use kernels::ops::activation::{relu, relu_backward};
 use megatron::Result;
 use megatron::checkpoint::{self, Manifest};
-use megatron::config::{ModelConfig, Recompute, RecomputeMethod, RunConfig, TrainingConfig};
+use megatron::config::{
+    ModelConfig, Precision, Recompute, RecomputeMethod, RunConfig, TrainingConfig,
+};
 use megatron::data::SampleSource;
 use megatron::params::{ParamId, ParamSpec, ParamsBuilder, Partition};
 use megatron::pipeline::Chunk;
@@ -41,6 +43,8 @@ enum Extra {
     Bias { declared: bool },
     /// A feed-forward network of a column-parallel and a row-parallel layer.
     Pair,
+    /// The same in candle.
+    PairInCandle,
 }
 
 fn network(vb: VarBuilder) -> candle_core::Result<impl Module + use<>> {
@@ -82,6 +86,19 @@ impl Layer for Bias {
     fn params(&self) -> Vec<ParamId> {
         vec![self.0]
     }
+}
+
+/// What [`Pair`] computes, of parameters with the same names and initial values.
+fn pair(vb: VarBuilder) -> candle_core::Result<impl Module + use<>> {
+    let linear = |name, inputs: usize, outputs: usize| {
+        let vb = vb.pp(name);
+        let normal = Init::Randn { mean: 0.0, stdev: 0.2 };
+        let weight = vb.get_with_hints((outputs, inputs), "weight", normal)?;
+        let bias = vb.get_with_hints(outputs, "bias", Init::Const(0.0))?;
+        candle_core::Result::Ok(candle_nn::Linear::new(weight, Some(bias)))
+    };
+    let (up, down) = (linear("up", 32, 48)?, linear("down", 48, 32)?);
+    Ok(move |x: &Tensor| x + down.forward(&up.forward(x)?.relu()?)?)
 }
 
 /// `x + down(relu(up(x)))`.
@@ -154,6 +171,7 @@ impl Extended {
                 grad_partial_over_tp: declared && self.sequence_parallel,
             }))),
             Extra::Pair => Box::new(Pair::declare(&name, self.sequence_parallel, params)),
+            Extra::PairInCandle => Box::new(AutogradLayer::declare(&name, params, pair)?),
         })
     }
 }
@@ -262,6 +280,17 @@ fn custom_layers_train_on_every_layout_as_in_one_process() {
             }
         }
     }
+}
+
+/// In f64, since rounding that differs, as candle's does from ours, grows from step to step.
+#[test]
+fn a_backward_of_ones_own_is_that_of_candle() {
+    let mut config = tiny(Style::Llama, 0.0);
+    config.training.precision = Precision::Fp64;
+    let [own, in_candle] =
+        [Extra::Pair, Extra::PairInCandle].map(|extra| extended(&config, extra).unwrap());
+    let difference = largest_relative_difference(&own, &in_candle);
+    assert!(difference < 1e-10, "losses differ by {difference:e}");
 }
 
 #[test]
