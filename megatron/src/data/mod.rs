@@ -344,9 +344,12 @@ fn prepare_text(
     let (mut datasets, mut description) = (Vec::new(), Vec::new());
     for corpus in &corpora {
         let dataset = tokenize::tokenized(corpus, &tokenizer, &cfg.cache_dir)?;
+        let files = match corpus.files().len() {
+            1 => "1 file".to_string(),
+            files => format!("{files} files"),
+        };
         description.push(format!(
-            "{} files, {} paragraphs, {} bytes of text, {} tokens in {}",
-            corpus.files().len(),
+            "{files}, {} paragraphs, {} bytes of text, {} tokens in {}",
             dataset.num_sequences(),
             corpus.num_bytes(),
             dataset.num_tokens(),
