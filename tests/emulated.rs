@@ -2,7 +2,7 @@
 //! rounding, and the same bits in every order of threads and blocks.
 //!
 //! ```text
-//! cargo test --release -p system-tests --features emulated --test emulated
+//! cargo test --release --features emulated --test emulated
 //! ```
 
 use std::sync::Arc;

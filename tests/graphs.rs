@@ -2,7 +2,7 @@
 //!
 //! Needs a GPU, or stand-ins for NVIDIA's libraries (docs/explanation/gpu-kernels.md):
 //! ```text
-//! cargo test --release -p system-tests --features cuda --test graphs
+//! cargo test --release --features cuda --test graphs
 //! ```
 
 use candle_core::Device;

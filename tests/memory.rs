@@ -2,7 +2,7 @@
 //! a step reports of it, and what is said where it is used up.
 //!
 //! ```text
-//! cargo test --release -p system-tests --features emulated --test memory
+//! cargo test --release --features emulated --test memory
 //! ```
 #![allow(unsafe_code)]
 

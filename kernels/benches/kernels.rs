@@ -1,8 +1,8 @@
 //! Time of every kernel at the shapes of a GPT-2-small layer (512 tokens × 4 samples, 768 wide),
 //! f32.
 //!
-//! `cargo bench -p megatron-kernels` on all threads; `RAYON_NUM_THREADS=1 cargo bench -p megatron-kernels -- linear`
-//! for one kernel on one.
+//! `cargo bench --bench kernels` on all threads;
+//! `RAYON_NUM_THREADS=1 cargo bench --bench kernels -- linear` for one kernel on one.
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{Criterion, Throughput};

@@ -1,5 +1,5 @@
-//! Collectives between two ranks of this machine, per backend: `cargo bench -p megatron-train
-//! --bench collectives`.
+//! Collectives between two ranks of this machine, per backend:
+//! `cargo bench --bench collectives`.
 //!
 //! Ranks are threads of this process, which changes nothing for `local` and `tcp`: they use shared
 //! memory and sockets as between processes. Throughput counts the bytes of one rank's tensor.

@@ -2,8 +2,8 @@
 //!
 //! The same cases run on the emulator, where there is no GPU, and on one:
 //! ```text
-//! cargo test --release -p megatron-kernels --features emulated --test gpu
-//! cargo test --release -p megatron-kernels --features cuda --test gpu
+//! cargo test --release --features emulated --test gpu
+//! cargo test --release --features cuda --test gpu
 //! ```
 #![cfg(any(feature = "cuda", feature = "emulated"))]
 
