@@ -280,10 +280,7 @@ mod tests {
     }
 
     fn on_ranks<T: Send>(n: usize, f: impl Fn(Group) -> T + Sync) -> Vec<T> {
-        std::thread::scope(|scope| {
-            let ranks = threads::world(n).into_iter().map(|group| scope.spawn(|| f(group)));
-            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
-        })
+        threads::run(n, |group| Ok(f(group))).unwrap()
     }
 
     #[test]

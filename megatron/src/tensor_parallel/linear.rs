@@ -170,17 +170,21 @@ impl RowParallelLinear {
             kernels::ops::linear::linear_add_into(&x.0, weight, bias, residual, y)?;
             return Ok(Stream(y.clone()));
         }
-        let y = ctx.tp.exit(Partial(kernels::ops::linear::linear(&x.0, weight, None)?))?;
+        let y = self.sum(x, ctx)?;
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
     /// `[s, b, in/tp]` → `[s, b, out]` cut as the residual stream is: the sum over tp with its bias,
     /// joined to nothing.
     pub fn project(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
-        let y = kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), None)?;
-        let y = ctx.tp.exit(Partial(y))?;
         let bias = self.bias.map(|id| ctx.weight(id));
-        Ok(Stream(bias_dropout_add(&y.0, bias, None, None)?))
+        Ok(Stream(bias_dropout_add(&self.sum(x, ctx)?.0, bias, None, None)?))
+    }
+
+    /// The sum over tp, without bias.
+    fn sum(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
+        let y = kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), None)?;
+        ctx.tp.exit(Partial(y))
     }
 
     /// Gradient of the input `x` of [`project`](Self::project); those of weight and bias are

@@ -106,20 +106,12 @@ fn required(group: Option<Group>, name: &str) -> Result<Group> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use super::*;
     use crate::comm::threads;
 
     /// The groups of every rank of a grid.
     fn all_groups(grid: RankGrid) -> Vec<ProcessGroups> {
-        thread::scope(|scope| {
-            let ranks: Vec<_> = threads::world(grid.world())
-                .into_iter()
-                .map(|world| scope.spawn(move || ProcessGroups::new(world, grid)))
-                .collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap().unwrap()).collect()
-        })
+        threads::run(grid.world(), |world| ProcessGroups::new(world, grid)).unwrap()
     }
 
     #[test]

@@ -9,7 +9,6 @@ mod reshard;
 mod retention;
 
 use std::path::Path;
-use std::thread;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -229,12 +228,7 @@ fn elements(shard: &ShardRef) -> Vec<f32> {
 
 /// Calls `f` on every rank of a world of threads; results in rank order.
 fn on_ranks<T: Send>(size: usize, f: impl Fn(&Group) -> T + Sync) -> Vec<T> {
-    thread::scope(|scope| {
-        let f = &f;
-        let ranks: Vec<_> =
-            threads::world(size).into_iter().map(|world| scope.spawn(move || f(&world))).collect();
-        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
-    })
+    threads::run(size, |world| Ok(f(&world))).unwrap()
 }
 
 fn save_as(dir: &Path, iteration: u64, model: &[ParamSpec], layout: &Layout) -> Vec<Result<()>> {
