@@ -38,7 +38,7 @@ pub enum Role {
 /// One local parameter.
 #[derive(Debug)]
 pub struct Param {
-    /// What it is regardless of layout.
+    /// The layout-independent description.
     pub spec: ParamSpec,
     /// Whether it is the primary, a copy or a second use of a weight.
     pub role: Role,
