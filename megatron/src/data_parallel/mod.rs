@@ -12,11 +12,11 @@
 //! let weights = threads::run(2, |world| {
 //!     let vars = VarMap::new();
 //!     let model = linear_no_bias(1, 1, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu))?;
-//! Each rank drew its own weight; now all ranks have that of rank 0.
+//!     // Each rank drew its own weight; now all ranks have that of rank 0.
 //!     let mut replicas = DataParallel::new(&vars, world.clone(), Default::default())?;
 //!     let mut sgd = SGD::new(replicas.vars(), 0.1)?;
 //!     for step in 0..40 {
-//! y = 3x, for this rank's samples.
+//!         // y = 3x, for this rank's samples.
 //!         let x = Tensor::new(&[[1.0 + ((step + world.rank()) % 3) as f32]], &Device::Cpu)?;
 //!         let loss = (model.forward(&x)? - (&x * 3.0)?)?.sqr()?.mean_all()?;
 //!         sgd.step(&replicas.backward(&loss)?)?;
