@@ -1,9 +1,9 @@
-//! Whether parameters are what they were declared to be: a parameter that every tp rank holds whole
-//! has one gradient on all of them.
+//! Checks the declarations of parameters: a parameter that every tp rank holds whole must have the
+//! same gradient on all of them.
 //!
-//! A layer that uses such a parameter on a part of the tokens, as under sequence parallelism, and
-//! does not declare its gradient partial, would train replicas that drift apart, and nothing but a
-//! worse loss would tell.
+//! A layer may use such a parameter on a part of the tokens, as under sequence parallelism, without
+//! declaring its gradient partial. Its replicas would then drift apart, and the only symptom would
+//! be a worse loss.
 
 use std::ops::Range;
 
@@ -13,11 +13,12 @@ use crate::comm::Group;
 use crate::params::{ParamStore, Partition, overlap};
 use crate::{Error, Result};
 
-/// Ranks may differ by what their kernels round; parts of a sum differ by as much as they are.
+/// Relative tolerance. Rounding in kernels causes small differences between ranks; parts of a sum
+/// differ by about their own size.
 const TOLERANCE: f64 = 1e-3;
 
-/// Compares the final gradients of replicated parameters over tp: of each bucket (of a length) the
-/// part that is final on this rank.
+/// Compares the final gradients of replicated parameters over tp. `range` maps a bucket's length to
+/// the part that is final on this rank.
 pub(super) fn check(
     tp: &Group,
     store: &ParamStore,
@@ -51,7 +52,7 @@ pub(super) fn check(
         for (rank, of_rank) in all.iter().enumerate().skip(1) {
             let [other, other_norm] = of_rank[index][..] else { continue };
             let distance = (first - other).abs().max((norm - other_norm).abs());
-            // Of an overflow nothing can be told.
+            // A gradient that overflowed cannot be compared.
             if distance.is_finite() && distance > TOLERANCE * norm.max(other_norm) {
                 return Err(Error::config(format!(
                     "parameter {name} is declared whole on every tp rank, but its gradient on tp rank 0 (norm {norm:.4e}) is not that on \
@@ -64,7 +65,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The sum of a gradient's elements with signs by place, and its norm.
+/// The sum of a gradient's elements, each with a sign that depends on its position, and its norm.
 fn mark(grad: &Tensor) -> Result<[f64; 2]> {
     let values = grad.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec1::<f64>()?;
     let (mut sum, mut squares) = (0.0, 0.0);

@@ -1,5 +1,5 @@
-//! Data parallelism for a model that candle trains: torch's `DistributedDataParallel`, around the
-//! variables of a [`VarMap`].
+//! Data parallelism for a model that candle trains: an equivalent of torch's
+//! `DistributedDataParallel` for the variables of a [`VarMap`].
 
 use std::collections::HashMap;
 
@@ -10,12 +10,12 @@ use candle_nn::VarMap;
 use crate::comm::{Group, ReduceOp};
 use crate::{Error, Result};
 
-/// How a [`DataParallel`] reduces. Names and defaults are torch's.
+/// How a [`DataParallel`] reduces gradients. Names and defaults are torch's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataParallelOptions {
-    /// Bytes of gradients that are reduced in one message, at least.
+    /// Minimum bytes of gradients per message.
     pub bucket_cap_bytes: usize,
-    /// Take a gradient that a rank's graph does not reach for zero, instead of an error.
+    /// If a rank's graph does not reach a variable, use a zero gradient instead of an error.
     pub find_unused_parameters: bool,
 }
 
@@ -25,12 +25,12 @@ impl Default for DataParallelOptions {
     }
 }
 
-/// Replicas of one model, whose gradients are averaged over the ranks of a group.
+/// Replicas of one model. Their gradients are averaged over the ranks of a group.
 ///
 /// Each rank computes the loss of its own samples and calls [`backward`](Self::backward) instead of
-/// candle's; any candle-nn optimizer takes the gradients that it returns. Messages are sent after
-/// the whole backward: candle's graph does not tell when a gradient is complete, so nothing
-/// overlaps. For overlap, ZeRO, tensor and pipeline parallelism use
+/// candle's. Any candle-nn optimizer accepts the returned gradients. All messages are sent after
+/// backward: candle's graph does not report when a gradient is complete, so communication does not
+/// overlap with computation. For overlap, ZeRO, tensor and pipeline parallelism use
 /// [`AutogradLayer`](crate::tensor_parallel::AutogradLayer) in a
 /// [`Trainer`](crate::train::Trainer).
 ///
@@ -54,20 +54,21 @@ impl Default for DataParallelOptions {
 pub struct DataParallel {
     group: Group,
     options: DataParallelOptions,
-    /// In the order of their names, which is that of every rank.
+    /// Sorted by name, so that the order is the same on every rank.
     vars: Vec<(String, Var)>,
-    /// Indices of those that are reduced together: all of one dtype.
+    /// Indices of the variables that are reduced together; all have the same dtype.
     buckets: Vec<Vec<usize>>,
-    /// Sums of the gradients of [`no_sync`](Self::no_sync).
+    /// Sums of the gradients from [`no_sync`](Self::no_sync).
     accumulated: HashMap<TensorId, Tensor>,
 }
 
 impl DataParallel {
-    /// Wraps the variables of a model that is already built, and gives every rank the values of
-    /// rank 0. Collective over `group`.
+    /// Wraps the variables of a model that is already built, and copies rank 0's values to every
+    /// rank. Collective over `group`.
     ///
     /// # Errors
-    /// If ranks differ in names, shapes or dtypes of their variables: names the first difference.
+    /// If the names, shapes or dtypes of the variables differ between ranks; the error names the
+    /// first difference.
     pub fn new(vars: &VarMap, group: Group, options: DataParallelOptions) -> Result<Self> {
         let mut vars: Vec<(String, Var)> = match vars.data().lock() {
             Ok(vars) => vars.iter().map(|(name, var)| (name.clone(), var.clone())).collect(),
@@ -80,7 +81,7 @@ impl DataParallel {
         }
         let mut buckets: Vec<Vec<usize>> = Vec::new();
         let mut open: HashMap<DType, (usize, usize)> = HashMap::new();
-        // Backwards, as torch's.
+        // In reverse order, as torch does.
         for (index, (_, var)) in vars.iter().enumerate().rev() {
             let (dtype, bytes) = (var.dtype(), var.elem_count() * var.dtype().size_in_bytes());
             match open.get_mut(&dtype).filter(|(_, held)| *held < options.bucket_cap_bytes) {
@@ -102,8 +103,8 @@ impl DataParallel {
         self.vars.iter().map(|(_, var)| var.clone()).collect()
     }
 
-    /// Computes the gradients of this rank's loss and keeps their sums for the next
-    /// [`backward`](Self::backward), without any message: torch's `no_sync`.
+    /// Computes the gradients of this rank's loss and adds them to sums for the next
+    /// [`backward`](Self::backward). Sends no messages. Equivalent to torch's `no_sync`.
     ///
     /// # Errors
     /// If candle cannot compute them.
@@ -121,11 +122,11 @@ impl DataParallel {
     }
 
     /// Computes the gradients of this rank's loss, adds those that [`no_sync`](Self::no_sync) kept,
-    /// and averages over ranks. Every rank returns the same. Collective over the group.
+    /// and averages over ranks. Every rank returns the same gradients. Collective over the group.
     ///
     /// # Errors
-    /// If a peer was lost, or no rank's graph reaches a variable, or some ranks' only, unless
-    /// `find_unused_parameters`: all ranks name it then.
+    /// If a peer was lost, or if a variable is not reached by the graph of every rank. In the
+    /// second case all ranks name the variable. With `find_unused_parameters` this is no error.
     pub fn backward(&mut self, loss: &Tensor) -> Result<GradStore> {
         let mut grads = loss.backward()?;
         for (_, var) in &self.vars {
@@ -144,7 +145,7 @@ impl DataParallel {
                 grads.get(var).map_or_else(zeros, |grad| grad.contiguous()?.flatten_all())
             });
             let flat = flat.collect::<candle_core::Result<Vec<_>>>()?;
-            // Of one tensor, candle's `cat` is that tensor itself, which somebody else may hold.
+            // For a single tensor, candle's `cat` returns the tensor itself, which may be shared.
             let sum = match &flat[..] {
                 [only] => only.copy()?,
                 _ => Tensor::cat(&flat, 0)?,
@@ -228,13 +229,13 @@ mod tests {
 
     const WIDTH: usize = 6;
 
-    /// Ten steps of three layers, of which each rank sees its own of eight samples a step.
+    /// Trains three layers for ten steps. Each step has eight samples, split over the ranks.
     fn train(group: Group, microbatches: usize, bucket_cap_bytes: usize) -> Vec<f32> {
         let (ranks, rank) = (group.size(), group.rank());
         let vars = VarMap::new();
         let device = Device::Cpu;
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &device);
-        // Every rank draws values of its own: those of rank 0 count.
+        // Every rank draws its own values; the values of rank 0 count.
         let model = [0, 1, 2].map(|i| linear(WIDTH, WIDTH, vb.pp(i)).unwrap());
         for (i, var) in sorted(&vars).iter().enumerate() {
             let n = var.elem_count();
@@ -315,7 +316,7 @@ mod tests {
             assert!(text.contains("rank 0 has used [4, 2]"), "{text}");
             assert!(text.contains("rank 1 has used [5, 2]"), "{text}");
         }
-        // Rank 1's loss alone uses it.
+        // Only rank 1's loss uses it.
         let losses = |vars: &VarMap, used: &Tensor, unused: &Tensor, group: Group, find: bool| {
             let own = group.rank() == 1;
             let options =

@@ -22,33 +22,34 @@ pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
 pub struct GradientReducer {
     tp: Group,
     replicas: Group,
-    /// First and last stage of the pipeline, where tied weights live on both.
+    /// Joins the first and last pipeline stage, where a tied weight lives on both.
     embedding: Option<Group>,
-    /// Leave each replica its shard of the sum only (ZeRO-1).
+    /// Whether each replica receives only its shard of the sum (ZeRO-1).
     scatter: bool,
-    /// Start a bucket's reduction when its last gradient is complete, while backward still runs.
+    /// Whether a bucket's reduction starts while backward still runs, when the bucket's last
+    /// gradient is complete.
     overlap: bool,
-    /// Parameters whose gradient is still awaited, per bucket.
+    /// Number of gradients per bucket that are not complete yet.
     missing: Vec<usize>,
     in_flight: Vec<InFlight>,
-    /// Reduce in messages of bf16.
+    /// Whether messages are in bf16.
     in_bf16: bool,
-    /// No step has ended yet.
+    /// Whether no step has ended yet.
     first_step: bool,
 }
 
-/// A reduction over dp that was started.
+/// A reduction over dp in progress.
 struct InFlight {
     work: Work,
-    /// Where the reduced elements come from and go to, if they travel in another dtype.
+    /// Source and destination of the reduced elements, if the message has another dtype.
     convert: Option<(Tensor, Tensor)>,
 }
 
 impl GradientReducer {
-    /// `tp` and `replicas` (dp × cp) are this rank's groups. `embedding` joins the first and last stage
-    /// where a tied weight lives on both. With `scatter` a replica gets its [`shard`] of
-    /// the sums alone (ZeRO-1). With `overlap` a bucket's reduction starts when its last
-    /// gradient is complete.
+    /// `tp` and `replicas` (dp × cp) are this rank's groups. `embedding` joins the first and last
+    /// stage if a tied weight lives on both. With `scatter` a replica gets only its [`shard`] of
+    /// the sums (ZeRO-1). With `overlap` a bucket's reduction starts when its last gradient is
+    /// complete.
     pub fn new(
         tp: Group,
         replicas: Group,
@@ -69,8 +70,8 @@ impl GradientReducer {
         }
     }
 
-    /// Sums over dp in messages of bf16, half the size: every rank's gradient is rounded before,
-    /// and their sum after.
+    /// Sums over dp in bf16 messages of half the size. Each rank's gradient is rounded before the
+    /// sum, and the sum is rounded again.
     pub fn in_bf16(self, in_bf16: bool) -> Self {
         Self { in_bf16, ..self }
     }
@@ -88,12 +89,12 @@ impl GradientReducer {
     /// Waits until all gradients of the step are final on this rank.
     ///
     /// # Errors
-    /// If a peer fails; in the first step, if a parameter that is replicated over tp has another
-    /// gradient on another rank.
+    /// If a peer fails; in the first step also if a parameter that is replicated over tp has
+    /// different gradients on the tp ranks.
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
         for (i, bucket) in store.buckets().iter().enumerate() {
-            // Under overlap those are left of which no layer has announced some gradient, alike on
-            // all replicas.
+            // Under overlap, buckets remain for which no layer announced some gradient. They are
+            // the same on all replicas.
             if !self.overlap
                 || bucket.tied
                 || self.missing.get(i).is_none_or(|&missing| missing > 0)
@@ -147,7 +148,7 @@ impl GradientReducer {
         Ok(())
     }
 
-    /// Sums the gradients that are partial over tp, in one message per bucket.
+    /// Sums the gradients that are partial over tp, with one message per bucket.
     fn sum_over_tp(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         if self.tp.size() == 1 {
             return Ok(());
@@ -156,7 +157,7 @@ impl GradientReducer {
         let partial = partial.map(|id| store.grad(*id)).collect::<Result<Vec<_>>>()?;
         match &partial[..] {
             [] => return Ok(()),
-            // Of one tensor, candle's `cat` is that tensor itself, summed in place.
+            // For a single tensor, candle's `cat` returns the tensor itself; it is summed in place.
             [grad] => return self.tp.all_reduce(grad, ReduceOp::Sum)?.wait(),
             _ => (),
         }
@@ -173,8 +174,8 @@ impl GradientReducer {
         Ok(())
     }
 
-    /// The gradient of the embedding's use plus that of the head's, each summed by itself, whether
-    /// they are on one rank or on two.
+    /// Adds the gradient of the embedding's use and that of the head's use. Each is summed
+    /// separately first, whether both are on one rank or on two.
     fn add_tied_uses(&self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
         for id in &bucket.params {
             store.add_first_use(*id)?;
@@ -231,8 +232,8 @@ mod tests {
         t.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Gradients by a product, by sums, of a matrix with two uses, and of what no layer came to,
-    /// announced or not.
+    /// Covers gradients from a product, from sums, of a matrix with two uses, and of parameters
+    /// that no layer reached, announced or not.
     #[test]
     fn a_step_ends_with_the_sums_of_its_own_gradients() {
         let device = Device::Cpu;
@@ -276,7 +277,7 @@ mod tests {
             reducer.ready(if step == 3 { &announced[1..] } else { &announced }, &store).unwrap();
             reducer.finish(&store).unwrap();
             let times = (step + 1) as f32;
-            // As the optimizer reads them: to ask for a gradient would make it ready.
+            // Reads as the optimizer does, because requesting a gradient would clear a stale one.
             let got = [word, product, sum, unused].map(|id| {
                 let param = &store.iter().find(|(other, _)| *other == id).unwrap().1;
                 values(&store.buckets()[param.bucket].grads.narrow(&param.range()).unwrap())

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::{DynamicLossScale, LossScaling, Precision};
 use crate::{Error, Result};
 
-/// The factor on the loss of every step. All ranks of a run hold the same, since all see the same
-/// overflows.
+/// The factor on the loss of every step. All ranks of a run have the same factor, because all see
+/// the same overflows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossScaler {
     scale: f64,
@@ -17,18 +17,18 @@ pub struct LossScaler {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Dynamic {
     config: DynamicLossScale,
-    /// Steps seen.
+    /// Steps so far.
     iteration: u64,
-    /// The last of them that overflowed.
+    /// The last step that overflowed.
     last_overflow: Option<u64>,
-    /// Overflows until the scale is halved.
+    /// Overflows that are left until the scale is halved.
     hysteresis: u64,
 }
 
-/// What a checkpoint keeps of a scale that adapts itself.
+/// The state of a dynamic loss scale in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LossScalerState {
-    /// As text, so that it comes back bitwise.
+    /// As text, which restores the exact value.
     scale: String,
     iteration: u64,
     last_overflow: Option<u64>,
@@ -36,7 +36,7 @@ pub struct LossScalerState {
 }
 
 impl LossScaler {
-    /// The scale of a run's first step: 1 but in fp16.
+    /// The scale of a run's first step: 1, except in fp16.
     pub fn new(precision: Precision) -> Self {
         match precision {
             Precision::Fp16(LossScaling::Static(scale)) => Self { scale, dynamic: None },
@@ -60,20 +60,21 @@ impl LossScaler {
         self.scale
     }
 
-    /// Whether a step's scale depends on how the one before went.
+    /// Whether the scale is dynamic: whether a step's scale depends on the outcome of the previous
+    /// step.
     pub fn adapts(&self) -> bool {
         self.dynamic.is_some()
     }
 
-    /// Whether the scale answers overflows by falling, at once or after a few.
+    /// Whether overflows can still lower the scale, at once or after a few of them.
     pub fn may_fall(&self) -> bool {
         self.dynamic.is_some_and(|dynamic| self.scale > dynamic.config.min)
     }
 
-    /// Adapts the scale to a step: whether its gradients overflowed.
+    /// Updates the scale after a step. `overflow` tells whether the step's gradients overflowed.
     ///
     /// # Errors
-    /// If they did though the scale is the least allowed.
+    /// If they overflowed at the minimum scale.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         let Some(Dynamic { config, iteration, last_overflow, hysteresis }) = &mut self.dynamic
         else {
@@ -94,7 +95,7 @@ impl LossScaler {
             }
             *last_overflow = Some(*iteration);
         } else {
-            // As if the step before the first had overflowed.
+            // Without an overflow so far, count as if the step before the first had overflowed.
             let good = last_overflow.map_or(*iteration, |last| *iteration - last - 1);
             let grows = good > 0 && good.is_multiple_of(config.window);
             if config.consecutive_hysteresis || grows {
@@ -108,7 +109,7 @@ impl LossScaler {
         Ok(())
     }
 
-    /// What to keep in a checkpoint; nothing where the scale is the run's setting.
+    /// The state for a checkpoint; `None` for a static scale.
     pub fn state(&self) -> Option<LossScalerState> {
         self.dynamic.map(|d| LossScalerState {
             scale: self.scale.to_string(),
@@ -118,7 +119,7 @@ impl LossScaler {
         })
     }
 
-    /// Continues from a checkpoint, if the run's scale adapts itself.
+    /// Restores the state from a checkpoint; does nothing for a static scale.
     ///
     /// # Errors
     /// If the state holds no scale.
@@ -166,13 +167,13 @@ mod tests {
         consecutive_hysteresis: false,
     };
 
-    // The expected scales of these tests are what DeepSpeed's DynamicLossScaler has after
-    // `update_scale` of each step.
+    // The expected scales of these tests are the values that DeepSpeed's DynamicLossScaler has
+    // after `update_scale` of each step.
 
     #[test]
     fn an_overflow_halves_and_a_window_without_one_doubles() {
-        // The window counts from the step after the first good one: DeepSpeed's (iteration − last
-        // overflow) − 1.
+        // The window starts at the step after the first good one, because DeepSpeed counts
+        // (iteration − last overflow) − 1.
         assert_eq!(scales(&mut scaler(SMALL), "x....."), [4.0, 4.0, 4.0, 8.0, 8.0, 16.0]);
         assert_eq!(scales(&mut scaler(SMALL), "....."), [8.0, 8.0, 16.0, 16.0, 32.0]);
     }
@@ -182,7 +183,7 @@ mod tests {
         let config = DynamicLossScale { hysteresis: 2, ..SMALL };
         assert_eq!(scales(&mut scaler(config), "x.x"), [8.0, 8.0, 4.0]);
         assert_eq!(scales(&mut scaler(config), "x...x.x"), [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 8.0]);
-        // Once spent it stays spent, until then.
+        // Once the hysteresis is spent, it stays spent until the scale grows.
         assert_eq!(scales(&mut scaler(config), "xxx"), [8.0, 4.0, 2.0]);
     }
 

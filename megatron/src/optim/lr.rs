@@ -9,8 +9,8 @@ use std::f64::consts::PI;
 use crate::config::{DecayStyle, OptimizerConfig, WsdDecayStyle};
 use crate::{Error, Result};
 
-/// A learning-rate schedule: linear warm-up, from 0 unless told otherwise, then one of the decay
-/// styles down to the minimum.
+/// A learning-rate schedule: a linear warm-up, from 0 by default, then one of the decay styles down
+/// to the minimum.
 #[derive(Clone, Debug)]
 pub struct LrSchedule {
     max_lr: f64,
@@ -27,8 +27,8 @@ impl LrSchedule {
     /// The schedule of a run.
     ///
     /// # Errors
-    /// If a rate is negative or not finite, min_lr or the warm-up's first rate > lr, or the lengths
-    /// leave no room for each other.
+    /// If a rate is negative or not finite, if `min_lr` or the initial rate of the warm-up exceeds
+    /// `lr`, or if the lengths do not fit together.
     pub fn new(config: &OptimizerConfig) -> Result<Self> {
         let &OptimizerConfig {
             lr,
@@ -78,8 +78,8 @@ impl LrSchedule {
     }
 
     /// The learning rate of the next step, when earlier applied (not skipped) steps consumed
-    /// `samples`. The k-th applied step, counted from 0, uses samples = k·GBS: with a warm-up the
-    /// first step's rate is the warm-up's first, 0.
+    /// `samples`. The k-th applied step, counted from 0, has samples = k·GBS. With a warm-up, the
+    /// first step has the warm-up's initial rate, by default 0.
     pub fn lr_at(&self, samples: u64) -> f64 {
         if self.warmup > 0 && samples <= self.warmup {
             return self.warmup_init
@@ -106,8 +106,8 @@ impl LrSchedule {
         self.min_lr + coefficient * (self.max_lr - self.min_lr)
     }
 
-    /// The samples after which the rate stays at its lowest; none where it never gets there by
-    /// itself.
+    /// The number of samples after which the rate stays at its lowest. `None` for a constant
+    /// schedule, which never falls.
     pub fn end(&self) -> Option<u64> {
         (!matches!(self.style, DecayStyle::Constant)).then_some(self.decay)
     }
@@ -117,7 +117,7 @@ impl LrSchedule {
         self.min_lr
     }
 
-    /// Coefficient of a WSD schedule: 1 until the last `wsd_decay` samples.
+    /// Coefficient of a WSD schedule. It is 1 until the last `wsd_decay` samples.
     fn anneal(&self, samples: u64) -> f64 {
         let stable = self.decay - self.wsd_decay;
         if samples <= stable {
@@ -133,7 +133,7 @@ impl LrSchedule {
     }
 }
 
-/// Half a wave from 1 down to 0.
+/// Half a cosine wave from 1 down to 0.
 fn cosine(ratio: f64) -> f64 {
     0.5 * ((PI * ratio).cos() + 1.0)
 }

@@ -1,4 +1,4 @@
-//! Optimizers, learning-rate schedules, and who writes what of a model's state.
+//! Optimizers, learning-rate schedules, and the ownership of a model's state when it is saved.
 //!
 //! ```
 //! use megatron::config::{DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig, Precision};

@@ -1,6 +1,6 @@
-//! AdamW and SGD over flat buckets, whole or cut over dp (ZeRO-1, Rajbhandari et al. 2020), with
-//! clipping by global norm. 16-bit weights are the rounding of fp32 masters, which are what is
-//! stepped (Micikevicius et al. 2018).
+//! AdamW and SGD over flat buckets, whole or sharded over dp (ZeRO-1, Rajbhandari et al. 2020),
+//! with clipping by global norm. For 16-bit weights the optimizer updates fp32 master weights and
+//! rounds them (Micikevicius et al. 2018).
 
 use std::ops::Range;
 
@@ -20,34 +20,33 @@ use crate::params::{
     Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap,
 };
 
-/// Elements whose halves are joined at a time, on the host.
+/// Elements whose high and low halves are joined at a time, on the host.
 const JOINED: usize = 1 << 20;
 
-/// An update that is queued. Whether it changes anything the device decides; see
-/// [`Optimizer::settle`].
+/// A queued update. The device decides whether it changes anything; see [`Optimizer::settle`].
 #[must_use = "the optimizer has to learn whether the update was made"]
 pub struct Queued(Verdict);
 
 impl Queued {
-    /// What [`Optimizer::settle`] wants on the host, once the step has ended.
+    /// The tensor that [`Optimizer::settle`] needs, copied to the host, at the end of the step.
     pub fn verdict(&self) -> &Tensor {
         self.0.values()
     }
 }
 
-/// What schedules say of a step.
+/// The scheduled rates of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rates {
-    /// Of this step, warm-up and decay included.
+    /// Learning rate of this step, with warm-up and decay applied.
     pub learning_rate: f64,
-    /// Of this step, for parameters that decay.
+    /// Weight decay of this step, for parameters that decay.
     pub weight_decay: f64,
 }
 
-/// What a step did.
+/// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepResult {
-    /// Norm of the gradient before clipping; not finite where the step was skipped.
+    /// Norm of the gradient before clipping. It is not finite if the step was skipped.
     pub grad_norm: f32,
     /// Whether parameters were updated.
     pub applied: bool,
@@ -60,19 +59,20 @@ pub struct Optimizer {
     tp: Group,
     replicas: Group,
     pp: Group,
-    /// State and updates are cut over the replicas (dp × cp).
+    /// Whether state and updates are sharded over the replicas (dp × cp).
     sharded: bool,
-    /// Of what rounds second moments in bf16.
+    /// Seed of the stochastic rounding of second moments in bf16.
     seed: u64,
     /// Updates applied so far.
     steps: u64,
 }
 
 impl Optimizer {
-    /// `sharded`: ZeRO-1; `seed`: of what rounds second moments in bf16.
+    /// `sharded` selects ZeRO-1. `seed` seeds the stochastic rounding of second moments in bf16.
     ///
     /// # Errors
-    /// If there is no room for the state, or it is to be moved to the host's memory and is there.
+    /// If there is no room for the state, or if it is to be offloaded to host memory while the
+    /// parameters are already there.
     pub fn new(
         config: &OptimizerConfig,
         store: &ParamStore,
@@ -100,12 +100,12 @@ impl Optimizer {
         self.steps
     }
 
-    /// Continues from a checkpoint.
+    /// Sets the number of applied updates, when a run continues from a checkpoint.
     pub fn set_steps(&mut self, steps: u64) {
         self.steps = steps;
     }
 
-    /// Steps with another weight decay from here on.
+    /// Sets the weight decay of later steps.
     pub fn set_weight_decay(&mut self, weight_decay: f64) {
         self.config.weight_decay = weight_decay;
     }
@@ -115,24 +115,24 @@ impl Optimizer {
         self.states.iter().map(BucketState::bytes).sum()
     }
 
-    /// The part of a parameter that this rank steps, as a range of its bucket.
+    /// The part of a parameter that this rank updates, as a range of its bucket.
     fn part(&self, param: &Param) -> Range<usize> {
         overlap(param.range(), &self.states[param.bucket].range)
     }
 
-    /// Parameters that have a place of their own in a bucket.
+    /// Parameters with their own place in a bucket.
     fn stepped(store: &ParamStore) -> impl Iterator<Item = &Param> {
         store.iter().map(|(_, p)| p).filter(|p| !matches!(p.role, Role::TiedUse(_)))
     }
 
-    /// Whether this rank speaks for the parameter among its tie group and the tp ranks that hold
-    /// the same.
+    /// Whether this rank is the one that counts the parameter, among its tie group and the tp ranks
+    /// that hold the same values.
     fn counts(&self, param: &Param) -> bool {
         speaks_for(&param.spec, param.role, self.tp.rank())
     }
 
-    /// This rank's share of the squared norm of the model's main gradient, every logical parameter
-    /// counted once: f64 `[1]` on the device.
+    /// This rank's share of the squared norm of the model's main gradient: f64 `[1]` on the device.
+    /// Over all ranks every logical parameter is counted once.
     fn squared_norm(&self, store: &ParamStore) -> Result<Tensor> {
         let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
@@ -145,8 +145,8 @@ impl Optimizer {
         )?)
     }
 
-    /// The elements of its bucket that this rank counts of a parameter: over all ranks every
-    /// logical one once.
+    /// The part of a parameter that this rank counts, as a range of its bucket. Over all ranks
+    /// every logical element is counted once.
     fn counted(&self, param: &Param) -> Range<usize> {
         if !self.counts(param) {
             return 0..0;
@@ -158,8 +158,8 @@ impl Optimizer {
         }
     }
 
-    /// This rank's share of the squared norm of the model's parameters, in fp32 where weights are
-    /// 16-bit: over all ranks every logical parameter once. On a GPU it is waited for.
+    /// This rank's share of the squared norm of the model's parameters, in fp32 for 16-bit weights.
+    /// Over all ranks every logical parameter is counted once. Waits for a GPU.
     ///
     /// # Errors
     /// If parameters cannot be read.
@@ -192,8 +192,8 @@ impl Optimizer {
         Ok(squares + total.to_vec1::<f64>()?[0])
     }
 
-    /// How many elements of the model's main gradient are zero in this rank's share: over all ranks
-    /// every logical element once, without padding. On a GPU it is waited for.
+    /// The number of zero elements in this rank's share of the model's main gradient. Over all
+    /// ranks every logical element is counted once, without padding. Waits for a GPU.
     ///
     /// # Errors
     /// If gradients cannot be read.
@@ -216,8 +216,8 @@ impl Optimizer {
         Ok(zeros)
     }
 
-    /// Everybody's `shares`, f64 `[n]` of each rank, one after the other, on the device. Added in
-    /// this order, they are the same sum on every rank, whatever carries them.
+    /// The `shares` of all ranks, f64 `[n]` each, concatenated on the device. Adding them in this
+    /// order gives the same sum on every rank, whatever the transport.
     fn gathered(shares: &Tensor, group: &Group) -> Result<Tensor> {
         if group.size() == 1 {
             return Ok(shares.clone());
@@ -227,22 +227,22 @@ impl Optimizer {
         Ok(all)
     }
 
-    /// Queues an update from the main gradients, which are `loss_scale` times the loss's. If their
-    /// norm is not finite it changes nothing, on any rank. On a GPU norm, clipping and that
-    /// decision stay there: nobody waits for them here.
+    /// Queues an update from the main gradients, which are scaled by `loss_scale`. If their norm is
+    /// not finite, the update changes nothing on any rank. On a GPU the norm, the clipping and that
+    /// decision stay on the device, and the host does not wait.
     ///
     /// # Errors
     /// If a peer fails.
     pub fn step(&self, store: &ParamStore, rates: Rates, loss_scale: f64) -> Result<Queued> {
-        // In order of rank over tp × pp, by groups that are there anyway: a communicator of NCCL's
-        // takes memory and queues.
+        // Gathers in order of rank over tp × pp. It uses existing groups, because another NCCL
+        // communicator would cost memory and queues.
         let mut shares =
             Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
         if self.sharded && self.replicas.size() > 1 {
             shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.replicas)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
-        // A GPU does all of it, and changes nothing, rather than wait for the verdict.
+        // A GPU runs the whole update without changing anything instead of waiting for the verdict.
         if verdict.known()?.is_some_and(|decided| !decided.applied) {
             return Ok(Queued(verdict));
         }
@@ -261,11 +261,11 @@ impl Optimizer {
         Ok(Queued(verdict))
     }
 
-    /// Counts the update that [`step`](Self::step) queued, if it was made: `verdict` is
-    /// [`Queued::verdict`], read by the host.
+    /// Counts the update that [`step`](Self::step) queued, if it was applied. `verdict` is
+    /// [`Queued::verdict`], copied to the host.
     ///
     /// # Errors
-    /// If `verdict` is something else.
+    /// If `verdict` is another tensor.
     pub fn settle(&mut self, _: Queued, verdict: &Tensor) -> Result<StepResult> {
         let decided = Verdict::read(verdict)?;
         if decided.applied {
@@ -274,8 +274,8 @@ impl Optimizer {
         Ok(StepResult { grad_norm: decided.norm, applied: decided.applied })
     }
 
-    /// What this rank steps of a bucket, in order: its parameters, some without weight decay, each
-    /// with the padding before it.
+    /// The segments of a bucket that this rank updates, in order. A segment has one weight decay
+    /// and one rounding. Padding belongs to the segment of the parameter after it.
     fn segments(&self, bucket: usize, store: &ParamStore) -> Vec<Segment> {
         let range = &self.states[bucket].range;
         let mut segments: Vec<Segment> = Vec::new();
@@ -306,13 +306,13 @@ impl Optimizer {
             push(part.end - at, decays, StochasticRounding::default());
             at = part.end;
         }
-        // Padding is 0, and so are its gradients: a step leaves it so.
+        // Padding stays 0 through an update, because its gradients are 0, too.
         push(range.end - at, false, StochasticRounding::default());
         segments.retain(|segment| segment.len > 0);
         segments
     }
 
-    /// Steps this rank's range of a bucket, in one pass over memory.
+    /// Updates this rank's range of a bucket, in one pass over memory.
     fn update(
         &self,
         bucket: usize,
@@ -329,7 +329,7 @@ impl Optimizer {
             beta2: self.config.adam_beta2,
             eps: self.config.adam_eps,
             weight_decay,
-            // Every update before has been settled.
+            // All earlier updates have been settled.
             step: self.steps + 1,
             grad_scale: 1.0,
         };
@@ -355,13 +355,13 @@ impl Optimizer {
         })
     }
 
-    /// This rank's share of weights and optimizer state as a checkpoint sees them. With `owned`,
-    /// every logical element is given by exactly one rank of the world (for saving); without,
-    /// everything that this rank holds (for loading). A parameter with a master is saved as its
-    /// master; loading fills both from the one logical tensor.
+    /// This rank's share of weights and optimizer state in the form of a checkpoint. With `owned`
+    /// (for saving), exactly one rank of the world gives each logical element. Without it (for
+    /// loading), the result is everything that this rank holds. A parameter with a master weight is
+    /// saved as its master weight; loading fills both from the one logical tensor.
     ///
     /// # Errors
-    /// If a view cannot be made.
+    /// If a view cannot be created.
     pub fn shards(&self, store: &ParamStore, owned: bool) -> Result<Vec<ShardRef>> {
         let mut shards = Vec::new();
         for param in Self::stepped(store) {
@@ -432,8 +432,9 @@ impl Optimizer {
     }
 }
 
-/// How the elements of a piece of a tensor of shape `global` are rounded: by their numbers in it,
-/// row-major. The piece's box is whole in all dimensions but the first and the last.
+/// The stochastic rounding of a piece's elements, keyed by their row-major index in a tensor of
+/// shape `global`. The piece's box must cover all dimensions except the first and the last
+/// completely.
 fn rounding(key: u32, piece: &Piece, global: &[usize]) -> StochasticRounding {
     let (Some(&width), Some(&pitch)) = (piece.shape.last(), global.last()) else {
         return StochasticRounding::whole(key);

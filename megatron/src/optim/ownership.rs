@@ -1,6 +1,6 @@
 //! Which rank writes which elements of a parameter and of its optimizer state into a checkpoint.
 //!
-//! Arithmetic only, so that the files of a layout can be planned without being that layout.
+//! This is arithmetic only, so the files of a layout can be planned without running that layout.
 
 use std::ops::Range;
 
@@ -9,15 +9,15 @@ use crate::params::{
     ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap,
 };
 
-/// Whether tp rank `tp_rank` speaks for the parameter among its tie group and the tp ranks that
-/// hold the same.
+/// Whether tp rank `tp_rank` is the one that counts and saves this parameter, among its tie group
+/// and the tp ranks that hold the same values.
 pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
     role == Role::Primary && (spec.partition != Partition::Replicated || tp_rank == 0)
 }
 
-/// The part of a parameter, which lies at `whole` of a bucket of `bucket_len` elements, that
-/// replica `dp_rank` of `dp` writes, as a range of the bucket. Replicas share the work of writing,
-/// whether or not their state is cut.
+/// The part of a parameter that replica `dp_rank` of `dp` writes, as a range of the bucket. The
+/// parameter lies at `whole` in a bucket of `bucket_len` elements. Replicas share the work of
+/// writing, whether or not their optimizer state is sharded.
 pub(super) fn written_part(
     whole: Range<usize>,
     bucket_len: usize,
@@ -27,8 +27,8 @@ pub(super) fn written_part(
     overlap(whole, &shard(bucket_len, dp_rank, dp))
 }
 
-/// What the rank at (`tp_rank`, `dp_rank`) of the stage with this placement writes, in the order of
-/// its file: the parameters of which `Optimizer::shards` gives owned shards.
+/// The parameters that the rank at (`tp_rank`, `dp_rank`) of a stage with this placement writes, in
+/// the order of its file. They are those for which `Optimizer::shards` gives owned shards.
 pub fn written(
     placement: &Placement,
     (tp_rank, tp): (usize, usize),

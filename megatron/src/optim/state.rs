@@ -1,6 +1,6 @@
-//! What an optimizer keeps of every element that it steps: where the parameters are, or in the
-//! host's memory or a file, from which it comes a part at a time while a step is made (Ren et al.
-//! 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
+//! The optimizer's state of each element. It is stored on the device of the parameters, in host
+//! memory, or in a file. From host memory or a file it is brought to the device in parts while a
+//! step is made (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -12,43 +12,45 @@ use crate::config::OptimizerOffload;
 use crate::params::{Elements, FileBacked, copy_on_host};
 use crate::{Error, Result};
 
-/// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches
-/// until they are written back.
+/// Elements that are read from a file at a time. Both moments in f32 take 4 MiB, which stays in
+/// caches until it is written back.
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 19 };
-/// Elements that go to a GPU at a time.
+/// Elements that are copied to a GPU at a time.
 const PART_ON_GPU: usize = if cfg!(any(test, feature = "emulated")) { 1 << 12 } else { 1 << 22 };
-/// Parts on a GPU at a time: one comes while the one before is stepped, or goes.
+/// Parts on a GPU at a time: one is copied in while the previous one is updated or copied back.
 const LANES: usize = 2;
-/// Parts ahead of the one at hand that the system is asked to read.
+/// Number of parts to prefetch beyond the current one.
 const PARTS_AHEAD: usize = 16;
 
-/// Optimizer state of one bucket, over the range of it that this rank steps.
+/// Optimizer state of one bucket, over the range that this rank updates.
 pub(super) struct BucketState {
     pub range: Range<usize>,
     storage: Storage,
 }
 
-/// The values of each element of the range: Adam's first and second moment, or SGD's momentum.
+/// The values of each element in the range: Adam's first and second moment, or SGD's momentum.
 enum Storage {
-    /// Where the parameters are.
+    /// On the device of the parameters.
     OnDevice(Vec<Tensor>),
     Offloaded(Vec<Offloaded>),
 }
 
-/// Values that come to the parameters' device a part at a time.
+/// Values that are brought to the parameters' device in parts.
 enum Offloaded {
     Host(Tensor),
     File(FileBacked),
 }
 
-/// Changes what is kept of a part of a bucket.
+/// Updates the state of one part of a bucket.
 pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
 
 impl BucketState {
-    /// Zeros of each of `dtypes` for each of `ranges` of parameters on `device`.
+    /// Creates zeros: for each of `ranges` one state with a tensor of each of `dtypes`. The
+    /// parameters are on `device`.
     ///
     /// # Errors
-    /// If there is no room, or state is to be moved to the host's memory from there.
+    /// If there is no room, or if state is to be offloaded to host memory while the parameters are
+    /// already there.
     pub fn zeros(
         ranges: Vec<Range<usize>>,
         dtypes: &[DType],
@@ -93,7 +95,7 @@ impl BucketState {
         ranges.into_iter().map(state).collect()
     }
 
-    /// Bytes of the parameters' device.
+    /// Bytes on the parameters' device.
     pub fn bytes(&self) -> usize {
         match &self.storage {
             Storage::OnDevice(values) => {
@@ -106,7 +108,7 @@ impl BucketState {
     /// Value number `which` of the elements `part` of the bucket.
     ///
     /// # Errors
-    /// If they are not in the range, or have no such value.
+    /// If `part` exceeds the range, or there is no value with this number.
     pub fn part(&self, which: usize, part: &Range<usize>) -> Result<Elements> {
         let part =
             part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
@@ -123,12 +125,13 @@ impl BucketState {
         }
     }
 
-    /// Calls `step` with parts of the range, which together are all of it, and what is kept of them
-    /// on `device`, the parameters', which it changes. On a GPU it is queued; where state is
-    /// elsewhere, the host waits until all but the last parts are back.
+    /// Calls `step` with consecutive parts of the range, together all of it, and the state of each
+    /// part on `device`, the parameters' device. `step` changes the state in place. On a GPU the
+    /// work is queued; if the state is offloaded, the host waits until all but the last parts are
+    /// copied back.
     ///
     /// # Errors
-    /// What `step` returns, or if what is kept cannot be read, written or copied.
+    /// Those of `step`, or if state cannot be read, written or copied.
     pub fn change(&self, device: &Device, step: &mut Step) -> Result<()> {
         let offloaded = match &self.storage {
             Storage::OnDevice(values) => return step(&self.range, values),
@@ -183,8 +186,8 @@ impl BucketState {
             (0..LANES).map(|_| room_for(offloaded, PART_ON_GPU.min(self.range.len()), device));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
         offloaded.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
-        // When a lane may be written to: behind what made it, then behind the step of what it held.
-        // Copies go beside later steps.
+        // A lane may be overwritten after its allocation and after the update of its previous part.
+        // Waiting for these events only lets copies overlap with later updates.
         let (mut free, mut under_way) = (now()?, VecDeque::new());
         for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
             if under_way.len() == LANES
@@ -207,7 +210,7 @@ impl BucketState {
     }
 }
 
-/// Parts of `len` elements, of `each` at most.
+/// Splits `len` elements into parts of at most `each`.
 fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(each).map(move |start| start..len.min(start + each))
 }
@@ -236,7 +239,7 @@ impl Offloaded {
         }
     }
 
-    /// Has the system read what is not in memory, without waiting.
+    /// Asks the system to read a part that is in a file, without waiting.
     fn prefetch(&self, part: Range<usize>) {
         if let Self::File(file_backed) = self {
             file_backed.prefetch(part);
@@ -268,7 +271,7 @@ mod tests {
         state.part(which, &state.range).unwrap().to_f32().unwrap()
     }
 
-    /// Adds an element's number to its first state, and doubles and increases the second.
+    /// Adds the element's index to its first value; doubles and increments the second.
     fn step(state: &BucketState) -> Vec<Range<usize>> {
         let mut parts = Vec::new();
         let mut change = |part: &Range<usize>, kept: &[Tensor]| {

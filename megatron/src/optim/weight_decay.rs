@@ -44,7 +44,7 @@ mod tests {
             IncreaseStyle::Linear,
             &[(0, 0.1), (100, 0.2), (200, 0.3), (400, 0.5), (401, 0.5)],
         );
-        // cos 60° and cos 45°, from the far end of the half wave.
+        // cos 60° and cos 45°, counted from the far end of the half wave.
         let quarter = 0.1 + 0.4 * 0.5 * (1.0 - 0.5f64.sqrt());
         assert_curve(
             IncreaseStyle::Cosine,

@@ -1,5 +1,5 @@
-//! Elements that are kept in files rather than in memory: optimizer state that is read and written
-//! once a step (Rajbhandari et al. 2021, "ZeRO-Infinity").
+//! Elements that are kept in files instead of memory: optimizer state that is read and written once
+//! per step (Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::fs::{self, File};
 use std::io;
@@ -17,26 +17,27 @@ use rustix::io::{Errno, retry_on_intr};
 
 use crate::{Error, Result};
 
-/// Bytes that a thread reads or writes at a time: of what is kept, as many lie together in a file,
-/// the next ones in the next file. Longer ones leave the second-level cache, shorter ones cost more
-/// calls.
+/// Bytes that a thread reads or writes at a time, and the stripe size: each block of this size lies
+/// contiguously in one file, and the next block lies in the next file. Larger blocks do not fit the
+/// second-level cache; smaller blocks cost more system calls.
 const BLOCK: usize = 256 << 10;
-/// File systems let one thread write to a file at a time.
+/// Number of files. Several are needed because file systems let only one thread write to a file at
+/// a time.
 const FILES: usize = 8;
 const OP: &str = "optimizer-state";
 
-/// `len` elements of a dtype in files that have no name: when nobody holds them any more, or the
-/// process ends however it does, their space is free.
+/// `len` elements of a dtype in unnamed files. The system frees their space when the last handle is
+/// dropped, or when the process ends for any reason.
 #[derive(Clone, Debug)]
 pub struct FileBacked {
     files: Arc<Files>,
     dtype: DType,
-    /// First byte.
+    /// Byte offset of the first element.
     at: usize,
     len: usize,
 }
 
-/// Blocks of bytes, dealt to files in turn.
+/// Blocks of bytes, striped over the files.
 #[derive(Debug)]
 struct Files {
     files: Vec<File>,
@@ -45,7 +46,7 @@ struct Files {
 }
 
 impl Files {
-    /// Zeros; as [`FileBacked::zeros`].
+    /// Creates files of `len` zero bytes; see [`FileBacked::zeros`].
     fn zeros(folder: &Path, len: usize) -> Result<Self> {
         fs::create_dir_all(folder).map_err(|error| Error::io("create", folder, error))?;
         let each = len.div_ceil(BLOCK).div_ceil(FILES) * BLOCK;
@@ -67,7 +68,7 @@ impl Files {
         })
     }
 
-    /// The file that holds byte `at`, and where in it.
+    /// The file that holds byte `at`, and the byte's offset in that file.
     fn place(&self, at: usize) -> (&File, u64) {
         let (block, byte) = (at / BLOCK, at % BLOCK);
         (&self.files[block % FILES], (block / FILES * BLOCK + byte) as u64)
@@ -84,8 +85,8 @@ impl Files {
     }
 }
 
-/// The parts of `len` bytes from byte `at` on that lie in a block each: their first bytes, and
-/// lengths.
+/// Splits the `len` bytes from byte `at` on at block boundaries. Yields the first byte and the
+/// length of each part.
 fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let first = (BLOCK - at % BLOCK).min(len);
     let later = (at + first..at + len)
@@ -95,11 +96,11 @@ fn blocks(at: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
 }
 
 impl FileBacked {
-    /// Zeros: as many as each of `parts` says, of its dtype, in the same files on the disk of
-    /// `folder`, which is made if it is not there.
+    /// Creates zeros: for each of `parts` that many elements of that dtype. All parts share the
+    /// same files, on the disk of `folder`. Creates the folder if it does not exist.
     ///
     /// # Errors
-    /// If the folder cannot be made or written in, or has no room.
+    /// If the folder cannot be created or written to, or its disk has no room.
     pub fn zeros(folder: &Path, parts: &[(usize, DType)]) -> Result<Vec<Self>> {
         let mut end = 0;
         let places: Vec<_> = parts
@@ -117,7 +118,7 @@ impl FileBacked {
             .collect())
     }
 
-    /// Of the elements in the file.
+    /// Dtype of the elements in the file.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
@@ -132,19 +133,19 @@ impl FileBacked {
         self.len == 0
     }
 
-    /// The elements `range` of these.
+    /// The elements `range`, as a view of the same files.
     ///
     /// # Errors
-    /// If they are not among these.
+    /// If `range` exceeds the elements.
     pub fn narrow(&self, range: &Range<usize>) -> Result<Self> {
         let at = self.byte(range)?;
         Ok(Self { at, len: range.len(), ..self.clone() })
     }
 
-    /// Reads the first elements into all of `to`, on the host.
+    /// Fills all of `to`, a tensor on the host, with the first elements.
     ///
     /// # Errors
-    /// If they cannot be read, or `to` is longer or of another dtype.
+    /// If the files cannot be read, or `to` is longer or of another dtype.
     pub fn read(&self, to: &Tensor) -> Result<()> {
         let at = self.first_byte_of(to)?;
         let _span = kernel("read_state", 0, to.elem_count() * self.dtype.size_in_bytes());
@@ -162,10 +163,10 @@ impl FileBacked {
         done.map_err(|error| self.failed("read optimizer state in", error))
     }
 
-    /// Writes all of `from`, on the host, as the first elements.
+    /// Writes all of `from`, a tensor on the host, to the first elements.
     ///
     /// # Errors
-    /// If they cannot be written, or `from` is longer or of another dtype.
+    /// If the files cannot be written, or `from` is longer or of another dtype.
     pub fn write(&self, from: &Tensor) -> Result<()> {
         let at = self.first_byte_of(from)?;
         let _span = kernel("write_state", 0, from.elem_count() * self.dtype.size_in_bytes());
@@ -208,14 +209,14 @@ impl FileBacked {
         written.map_err(|error| self.failed("write optimizer state in", error))
     }
 
-    /// Has the system read the elements `range`, as far as there are so many, without waiting for
-    /// them.
+    /// Asks the system to read the elements `range` ahead, without waiting. Ignores what exceeds
+    /// the elements.
     pub fn prefetch(&self, range: Range<usize>) {
         let range = range.start.min(self.len)..range.end.min(self.len);
         let size = self.dtype.size_in_bytes();
         for (at, len) in blocks(self.at + range.start * size, range.len() * size) {
             let (file, at) = self.files.place(at);
-            // Advice: what comes of it is only time.
+            // Errors are ignored, because the advice affects speed only.
             let _ = fadvise(file, at, NonZeroU64::new(len as u64), Advice::WillNeed);
         }
     }
@@ -244,8 +245,8 @@ impl FileBacked {
     }
 }
 
-/// Calls `f` with each of `parts`. Where a rank computes on one thread, that is the caller's, and
-/// the pool has another one, to which it would hand them.
+/// Calls `f` with each of `parts`, in parallel. A rank that computes on one thread runs them on the
+/// calling thread: the pool would hand them to a second thread.
 pub(crate) fn on_threads<T: Send, E: Send>(
     parts: Vec<T>,
     f: impl Fn(T) -> std::result::Result<(), E> + Send + Sync,
@@ -257,8 +258,7 @@ pub(crate) fn on_threads<T: Send, E: Send>(
     }
 }
 
-/// Makes `file` `len` bytes long, with space for all of them where its file system can promise
-/// that.
+/// Makes `file` `len` bytes long and reserves the space, where the file system supports that.
 fn reserve(file: &File, len: u64) -> io::Result<()> {
     if len == 0 {
         return Ok(());
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn tensors_in_a_file_begin_as_zeros_and_keep_what_is_written_apart() {
         let folder = tempfile::tempdir().unwrap();
-        // Longer than what a thread reads at a time, and no multiple of it.
+        // Longer than one block, and not a multiple of the block size.
         let n = (FILES + 2) * BLOCK / 4 + 77;
         let kept =
             FileBacked::zeros(folder.path(), &[(n, DType::F32), (5, DType::BF16), (0, DType::F32)])

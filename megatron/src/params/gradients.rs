@@ -1,12 +1,14 @@
-//! The main gradients of a step, from the first that is added to the last.
+//! The main gradients of a step, from the first addition to the last.
 //!
-//! On a CPU they are not cleared before a step: who adds first writes over what the memory has
-//! held, which spares memory the writing and reading of all of them. A bucket's have memory from
-//! then on until the optimizer has used them: backward drops a layer's activations as it comes to
-//! the layer's gradients, so what a step begins with they never have at once. On a GPU gradients
-//! stay where they are; those of large weights are written over, too, and what lies between them is
-//! cleared at once. All are cleared where a CUDA graph adds to them for every microbatch alike
-//! ([`ParamStore::clear_all_grads`]).
+//! On a CPU the gradients are not cleared before a step. The first addition overwrites the old
+//! content, which saves one pass of reads and writes over all of them. A bucket's gradients have
+//! memory only from the first addition until the optimizer has used them. Backward frees a layer's
+//! activations when it comes to the layer's gradients, so the activations at the start of backward
+//! and all gradients never need memory at the same time.
+//!
+//! On a GPU the gradients keep their memory. Gradients of large weights are overwritten, too; the
+//! ranges between them are cleared with one launch each. All gradients are cleared where a CUDA
+//! graph does the same additions for every microbatch ([`ParamStore::clear_all_grads`]).
 
 use std::ops::Range;
 use std::sync::Mutex;
@@ -21,19 +23,19 @@ use super::{Param, ParamId, ParamStore, Role};
 use crate::Result;
 use crate::comm::lock;
 
-/// The main gradients of a bucket, and their memory, as long as they have it.
+/// The main gradients of a bucket, and their memory while it is allocated.
 #[derive(Debug)]
 pub struct GradientBuffer {
     len: usize,
     dtype: DType,
     device: Device,
-    /// Elements between parameters, which are always 0.
+    /// Ranges between parameters. Their elements are always 0.
     gaps: Vec<Range<usize>>,
     memory: Mutex<Option<Tensor>>,
 }
 
 impl GradientBuffer {
-    /// Of `len` elements, of which parameters take those `held`, in order.
+    /// Gradients of `len` elements. `held` are the ranges of the parameters, in order.
     ///
     /// # Errors
     /// If a GPU cannot hold them.
@@ -57,8 +59,8 @@ impl GradientBuffer {
         Ok(Self { len, dtype, device: device.clone(), gaps, memory: Mutex::new(there) })
     }
 
-    /// All of them, `[len]`. A parameter's that nothing was added to, and that was not cleared, is
-    /// whatever the memory held.
+    /// All gradients of the bucket, `[len]`. Allocates them if they have no memory. The gradient of
+    /// a parameter that was neither added to nor cleared holds arbitrary values.
     ///
     /// # Errors
     /// If there is no memory.
@@ -74,45 +76,45 @@ impl GradientBuffer {
         Ok(memory.insert(grads).clone())
     }
 
-    /// Those in `range`, which begins and ends within the bucket; as [`GradientBuffer::all`].
+    /// The gradients in `range`, which lies within the bucket; see [`GradientBuffer::all`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`GradientBuffer::all`].
     pub fn narrow(&self, range: &Range<usize>) -> Result<Tensor> {
         Ok(self.all()?.narrow(0, range.start, range.len())?)
     }
 
-    /// Of the sums: fp32, or f64 of f64 models.
+    /// Dtype of the sums: fp32, or f64 for f64 models.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where the weights are.
+    /// The device of the gradients, which is that of the weights.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Bytes, when they have memory.
+    /// Bytes that the gradients take while they have memory.
     pub(super) fn bytes(&self) -> usize {
         self.len * self.dtype.size_in_bytes()
     }
 }
 
-/// Elements from which on a GPU's gradient is not cleared before a step: clearing one takes a
-/// launch, which small ones share.
+/// On a GPU, gradients of at least this many elements are not cleared before a step. Clearing one
+/// alone takes a launch; neighbouring small gradients share one.
 const LARGE: usize = 1 << 18;
 
-/// Whether what is in the place of a parameter's gradient is none of this step's.
+/// True while a gradient's memory holds nothing of this step yet.
 #[derive(Debug)]
 pub(super) struct Stale(AtomicBool);
 
 impl Stale {
-    /// Of a gradient that has not been added to.
+    /// The state of a gradient that nothing was added to.
     pub fn new() -> Self {
         Self(AtomicBool::new(true))
     }
 
-    /// Whether it was, until now.
+    /// Ends the stale state. Returns whether the gradient was stale.
     fn end(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
     }
@@ -127,7 +129,7 @@ impl Stale {
 }
 
 impl ParamStore {
-    /// Begins a step: what gradients hold no longer counts.
+    /// Begins a step: the present content of the gradients becomes invalid.
     ///
     /// # Errors
     /// If a buffer cannot be written.
@@ -144,7 +146,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// What is not written over is cleared.
+    /// Clears all gradients that the first addition does not overwrite.
     fn begin_grads_on_gpu(&self) -> Result<()> {
         for (_, param) in self.iter() {
             let written_over = !self.clears_all_grads() && param.numel >= LARGE;
@@ -171,7 +173,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Ends a step, whose gradients nobody needs any more: on a CPU their memory serves the next
+    /// Ends a step after the last use of its gradients. On a CPU, frees their memory for the next
     /// step's activations.
     pub fn release_grads(&self) {
         if !computes_ahead(&self.options().device) {
@@ -180,8 +182,8 @@ impl ParamStore {
         }
     }
 
-    /// The parameter's main gradient, in local shape, for a kernel that adds to it; or for who
-    /// reads what the step has added.
+    /// The parameter's main gradient, in local shape, for kernels that add to it and for readers of
+    /// the sum so far. Clears it if the step has added nothing yet.
     ///
     /// # Errors
     /// If it has no memory, or cannot be cleared.
@@ -193,7 +195,7 @@ impl ParamStore {
         Ok(grad)
     }
 
-    /// As [`ParamStore::grad`], for who writes over what a stale one holds.
+    /// As [`ParamStore::grad`], but without clearing, for kernels that overwrite a stale gradient.
     fn place_of_grad(&self, id: ParamId) -> Result<Tensor> {
         let param = self.param(id);
         match &param.second_use {
@@ -205,7 +207,7 @@ impl ParamStore {
         }
     }
 
-    /// Clears the gradients of those parameters to which the step has added nothing.
+    /// Clears those of the gradients to which the step has added nothing.
     ///
     /// # Errors
     /// If one cannot be cleared.
@@ -228,11 +230,11 @@ impl ParamStore {
         Ok(add(dy, x, &grad)?)
     }
 
-    /// Adds the gradient of an embedding, as [`embedding_backward`]; where another layer uses its
-    /// matrix, too, [`add_first_use`](Self::add_first_use) is to follow.
+    /// Adds the gradient of an embedding, as [`embedding_backward`]. If another layer of this rank
+    /// uses the same matrix, call [`add_first_use`](Self::add_first_use) afterwards.
     ///
     /// # Errors
-    /// As there.
+    /// As [`embedding_backward`].
     pub fn add_embedding_grad(
         &self,
         id: ParamId,
@@ -246,7 +248,8 @@ impl ParamStore {
         }
     }
 
-    /// Adds up the gradients of a weight's two uses on this rank, where it has two.
+    /// Adds the gradients of a weight's two uses on this rank. Does nothing for a weight with one
+    /// use.
     ///
     /// # Errors
     /// If a buffer cannot be written.
@@ -260,7 +263,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Bytes of gradients outside of buckets.
+    /// Bytes of gradients outside buckets.
     pub(super) fn bytes_of_other_uses(&self) -> usize {
         let of = |(_, param): (ParamId, &Param)| {
             let first = param.first_use.as_ref().map_or(0, |sums| lock(sums).room());
@@ -275,7 +278,7 @@ impl ParamStore {
 mod tests {
     use super::*;
 
-    /// Memory that held something else, as that of activations has.
+    /// Uses memory that held other values before, as memory freed by activations does.
     #[test]
     fn what_lies_between_parameters_is_zero_in_any_memory() {
         let (held, len) = ([0..100, 128..200, 256..(1 << 16)], (1 << 16) + 64);

@@ -1,5 +1,5 @@
-//! Initial values: a function of (seed, parameter name, global element index), so that no layout
-//! changes a bit.
+//! Initial values: a function of (seed, parameter name, global element index), so that every layout
+//! starts from bitwise the same values.
 //!
 //! Source of the distribution: Radford et al. 2019 (N(0, 0.02), output projections scaled by
 //! 1/√(2·layers)).
@@ -8,19 +8,19 @@ use kernels::tensor::philox::{fill_normal, fill_uniform, stream_id};
 
 use super::{Init, ParamSpec, Piece};
 
-/// The initial values of the share of tp rank `rank` of `tp`, in fp32, row-major; padding rows are
+/// The initial values of the share of tp rank `rank` of `tp`, in fp32, row-major. Padding rows are
 /// zero.
 pub fn initial_values(spec: &ParamSpec, rank: usize, tp: usize, seed: u64) -> Vec<f32> {
     let numel = spec.local_shape(tp).iter().product();
     initial_values_of(spec, &spec.pieces(rank, tp), numel, seed)
 }
 
-/// The same of a share of `numel` elements that consists of `pieces`.
+/// As [`initial_values`], for a share of `numel` elements that consists of `pieces`.
 pub fn initial_values_of(spec: &ParamSpec, pieces: &[Piece], numel: usize, seed: u64) -> Vec<f32> {
     let mut values = vec![0f32; numel];
     let stream = stream_id(&spec.name);
     for piece in pieces {
-        // The box's rows that are contiguous in the global tensor: everything after the split
+        // Each run is contiguous in the global tensor: it covers all dimensions after the split
         // dimension.
         let mut draw = |fill: &dyn Fn(&mut [f32], u64)| {
             for_each_run(&spec.shape, &piece.offset, &piece.shape, |global, local, len| {
@@ -52,8 +52,8 @@ fn for_each_run(
     mut f: impl FnMut(u64, usize, usize),
 ) {
     let rank = global.len();
-    // Trailing dimensions that the box covers whole join one run; `axis` is the first dimension
-    // that belongs to the run.
+    // Trailing dimensions that the box covers completely are joined into one run. `axis` is the
+    // first dimension of the run.
     let mut axis = rank.saturating_sub(1);
     while axis > 0 && extent[axis] == global[axis] {
         axis -= 1;
@@ -96,7 +96,7 @@ mod tests {
         }
     }
 
-    /// Puts the shares of all tp ranks back together.
+    /// Reassembles the global tensor from the shares of all tp ranks.
     fn assemble(spec: &ParamSpec, tp: usize) -> Vec<f32> {
         let mut out = vec![f32::NAN; spec.shape.iter().product()];
         for rank in 0..tp {

@@ -1,5 +1,6 @@
-//! Parameters: what they are regardless of layout ([`ParamSpec`]), how one rank's share lies in the
-//! whole ([`Piece`]), their first values, and the flat buckets they live in ([`ParamStore`]).
+//! Parameters: their layout-independent description ([`ParamSpec`]), the place of one rank's share
+//! in the whole ([`Piece`]), their initial values, and the flat buckets that store them
+//! ([`ParamStore`]).
 //!
 //! ```
 //! use megatron::params::{Init, ParamSpec, Partition, initial_values};

@@ -54,7 +54,7 @@ pub fn clip_pieces(pieces: &[Piece], local: Range<usize>) -> Vec<Piece> {
     pieces.iter().filter_map(clip).collect()
 }
 
-/// Which tensor of a parameter's state.
+/// Selects one tensor of a parameter's state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateKind {
@@ -90,21 +90,21 @@ pub struct ShardRef {
     pub global_shape: Vec<usize>,
     /// How the parameter is cut over tp, where that is known.
     pub partition: Option<Partition>,
-    /// Where this share's elements lie in it.
+    /// Where this share's elements lie in the logical tensor.
     pub pieces: Vec<Piece>,
     /// The local elements; `Piece::local` counts in them.
     pub data: Elements,
 }
 
-/// Elements on this rank: tensors of one dimension, contiguous, usually views of flat buffers, or
-/// what a file holds.
+/// Elements on this rank: one-dimensional contiguous tensors (usually views of flat buffers), or
+/// elements in a file.
 #[derive(Clone, Debug)]
 pub enum Elements {
     /// In memory, of any float dtype.
     Tensor(Tensor),
-    /// fp32 values as [`kernels::ops::remainders`]. Without the low ones there is nothing to save;
-    /// what is loaded is rounded as the high halves are, so that ranks which hold one another's
-    /// weights agree.
+    /// fp32 values, split as by [`kernels::ops::remainders`]. Without `low` there is nothing to
+    /// save. Loading then rounds the values to bf16 exactly as `high` is rounded, so that ranks
+    /// with copies of each other's weights agree.
     Halves {
         /// bf16: the values, rounded.
         high: Tensor,
@@ -116,7 +116,7 @@ pub enum Elements {
 }
 
 impl Elements {
-    /// The values on the host, as f32; of halves without the low ones, the high ones.
+    /// The values on the host, as f32. Halves without `low` give the values of `high`.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -150,15 +150,15 @@ impl From<FileBacked> for Elements {
     }
 }
 
-/// What one rank writes of a parameter, and of each tensor of the parameter's optimizer state.
+/// The elements that one rank writes of a parameter, and of each tensor of its optimizer state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamShare {
     /// Name of the parameter.
     pub name: String,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,
-    /// Where the elements lie in it, in the order in which they are written; `Piece::local` counts
-    /// within this share.
+    /// Where the elements lie in the logical tensor, in the order in which they are written.
+    /// `Piece::local` counts within this share.
     pub pieces: Vec<Piece>,
 }
 

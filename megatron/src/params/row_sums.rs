@@ -1,7 +1,9 @@
-//! The gradient of an embedding whose matrix another layer uses, too: sums of the rows that a
-//! step's tokens name, apart from the sums of the other use, to which they are added once. So the
-//! order of summation is that of a pipeline whose ends hold a copy each, at the cost of the rows
-//! that are named rather than of a second gradient of the matrix.
+//! The gradient of an embedding whose matrix is also used by another layer. Only the rows that a
+//! step's tokens name have sums. These sums are kept apart from the gradient of the other use and
+//! are added to it once.
+//!
+//! The order of summation thus equals that of a pipeline whose first and last stage hold one copy
+//! each. The cost is memory for the named rows instead of a second gradient of the matrix.
 
 use candle_core::{Device, Tensor};
 use kernels::ops::embedding::embedding_backward;
@@ -10,19 +12,19 @@ use kernels::tensor::host::with_slice;
 
 use crate::Result;
 
-/// What stands for no place, and for no row: more than either can be.
+/// Marks "no place" and "no row"; larger than any valid place or row.
 const NONE: u32 = u32::MAX;
-/// Rows that there is room for, at least, once there are any.
+/// Minimum number of rows to allocate.
 const LEAST: usize = 256;
 
 /// Sums of some rows of a matrix on a CPU.
 #[derive(Debug, Default)]
 pub(super) struct RowSums {
-    /// For each row of the matrix the place of its sum.
+    /// For each row of the matrix, the index of its sum.
     places: Vec<u32>,
-    /// The row of each sum.
+    /// For each sum, its row in the matrix.
     rows: Vec<u32>,
-    /// `[room, columns]`; from `rows.len()` on zeros.
+    /// `[room, columns]`; zeros from row `rows.len()` on.
     sums: Option<Tensor>,
 }
 
@@ -41,10 +43,10 @@ impl RowSums {
         Ok(())
     }
 
-    /// As [`embedding_backward`] of the matrix whose gradient `like` is.
+    /// As [`embedding_backward`], for the matrix with the gradient `like`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`embedding_backward`].
     pub fn add(
         &mut self,
         dy: &Tensor,
@@ -71,7 +73,8 @@ impl RowSums {
         Ok(embedding_backward(dy, &places, 0, sums)?)
     }
 
-    /// The place of the sum of an id's row, if the matrix has it.
+    /// The index of the sum for the row of an id. Returns [`NONE`] if the matrix does not have that
+    /// row.
     fn place(&mut self, id: u32, first_row: usize) -> u32 {
         let Some(place) =
             (id as usize).checked_sub(first_row).and_then(|row| self.places.get_mut(row))
@@ -98,7 +101,7 @@ impl RowSums {
         Ok(embedding_backward(&sums.narrow(0, 0, n)?, &rows, 0, grad)?)
     }
 
-    /// Elements that there is room for.
+    /// Number of allocated elements.
     pub fn room(&self) -> usize {
         self.sums.as_ref().map_or(0, Tensor::elem_count)
     }
@@ -110,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// A matrix of more rows than there is room for at first, with ids before and behind it.
+    /// A matrix with more rows than the first allocation holds, and ids before and after its range.
     #[test]
     fn they_are_the_sums_of_a_whole_matrix() {
         let (rows, first, columns) = (3 * LEAST, 5, 7);

@@ -1,4 +1,4 @@
-//! Copies of a rank's elements in the host's memory, which stay as they are while training goes on.
+//! Copies of a rank's elements in host memory. Later training steps do not change them.
 
 use std::ops::Range;
 
@@ -10,13 +10,13 @@ use crate::{Error, Result};
 
 /// Bytes that a thread copies at a time.
 const BLOCK: usize = 256 << 10;
-/// Elements that come from a GPU at a time, by way of locked memory.
+/// Elements that are copied from a GPU at a time, through page-locked memory.
 const PART: usize = if cfg!(any(test, feature = "emulated")) { 1 << 10 } else { 1 << 22 };
 
-/// Copies of `shards`. On a GPU it is waited for until they are there.
+/// Copies `shards`. On a GPU it waits until the copies are complete.
 ///
 /// # Errors
-/// If there is no memory for them, they cannot be copied, or one is kept in a file.
+/// If there is no memory for the copies, a shard cannot be copied, or a shard is kept in a file.
 pub fn snapshot(shards: &[ShardRef]) -> Result<Vec<ShardRef>> {
     shards
         .iter()
@@ -40,7 +40,7 @@ impl Elements {
     }
 }
 
-/// A copy of a contiguous tensor of one dimension, on the host.
+/// Copies a contiguous one-dimensional tensor to the host.
 fn copy(tensor: &Tensor) -> Result<Tensor> {
     let copy = kernels::tensor::device::empty(tensor.shape(), tensor.dtype(), &Device::Cpu)?;
     match mark(tensor.device())? {
@@ -60,7 +60,7 @@ fn copy_from_gpu(tensor: &Tensor, copy: &Tensor, part: Range<usize>, now: &Mark)
     copy_on_host(staged.tensor(), &copy.narrow(0, part.start, part.len())?)
 }
 
-/// Copies equally many elements of one dtype between tensors of the host's memory, on all threads.
+/// Copies between two tensors in host memory, of the same length and dtype, on all threads.
 pub(crate) fn copy_on_host(from: &Tensor, to: &Tensor) -> Result<()> {
     const OP: &str = "copy";
     let copied = kernels::tensor::host::with_bytes(from, OP, |from| {

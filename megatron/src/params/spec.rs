@@ -1,4 +1,4 @@
-//! Everything about a parameter that is true regardless of layout.
+//! The layout-independent description of a parameter.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,18 +10,18 @@ use super::Piece;
 pub enum Partition {
     /// Every tp rank holds all of it.
     Replicated,
-    /// Dimension `dim` consists of `parts` equal sections, each cut evenly over tp: rank r holds
-    /// the r-th slice of every section, one after the other. `parts` is 1 for plain splits and 2
-    /// for fused gate|up projections.
+    /// Dimension `dim` consists of `parts` equal sections. Each section is split evenly over tp:
+    /// rank r holds the r-th slice of every section, one after the other. `parts` is 1 for plain
+    /// splits and 2 for fused gate|up projections.
     Split {
-        /// From 0, of the global shape.
+        /// Index of the dimension in the global shape, from 0.
         dim: usize,
-        /// Sections that are cut one by one.
+        /// Number of sections that are split separately.
         parts: usize,
     },
 }
 
-/// How a parameter's first value is drawn.
+/// How a parameter's initial value is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Init {
     /// All 0: biases.
@@ -30,10 +30,11 @@ pub enum Init {
     Ones,
     /// All `value`.
     Constant {
-        /// Of every element.
+        /// The value of every element.
         value: f64,
     },
-    /// Uniform in `low..high`; drawn as `Normal` is.
+    /// Uniform in `low..high`. Like `Normal`, element i of the global tensor depends on (seed,
+    /// name, i) alone.
     Uniform {
         /// Inclusive.
         low: f64,
@@ -54,19 +55,20 @@ pub struct ParamSpec {
     pub name: String,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
-    /// How tp cuts it.
+    /// How tp splits it.
     pub partition: Partition,
-    /// Size of dimension 0 after padding with zero rows (vocabulary); equals `shape[0]` where
-    /// nothing is padded.
+    /// Size of dimension 0 after padding with zero rows (vocabulary). Equals `shape[0]` without
+    /// padding.
     pub padded_dim0: usize,
-    /// Its value at step 0.
+    /// Distribution of its value at step 0.
     pub init: Init,
     /// Whether weight decay applies.
     pub weight_decay: bool,
-    /// Parameters with the same group are one weight used in several places (tied embeddings).
+    /// Parameters with the same group are one weight that is used in several places (tied
+    /// embeddings).
     pub tie_group: Option<String>,
-    /// The gradient on each tp rank is a part of a sum over tp (norms and row-parallel biases under
-    /// sequence parallelism).
+    /// The gradient on each tp rank is only a part of the sum over tp (norms and row-parallel
+    /// biases under sequence parallelism).
     pub grad_partial_over_tp: bool,
 }
 
@@ -95,10 +97,10 @@ impl ParamSpec {
         };
         let padded = if dim == 0 { self.padded_dim0 } else { self.shape[dim] };
         let per_rank = self.local_shape(tp)[dim]; // extent of the share along `dim`
-        let per_part = per_rank / parts; // and of its slice of one section
+        let per_part = per_rank / parts; // extent of the share's slice of one section
         let inner = self.shape[dim + 1..].iter().product::<usize>();
-        // The share's slices of several sections interleave in local memory once per index of the
-        // dimensions before `dim`; a slice of the only section is one box with all of those.
+        // With several sections, the share's slices interleave in local memory, once per index of
+        // the dimensions before `dim`. With one section, one box covers all those indices.
         let outer = self.shape[..dim].iter().product::<usize>();
         let num_boxes = if parts == 1 { 1 } else { outer };
         let mut pieces = Vec::new();
@@ -145,8 +147,8 @@ mod tests {
         }
     }
 
-    /// The share of one rank, element by element: the global index of each local element, `None`
-    /// where it is padding.
+    /// One rank's share, element by element: the global index of each local element, or `None` for
+    /// padding.
     fn share(spec: &ParamSpec, rank: usize, tp: usize) -> Vec<Option<usize>> {
         let mut local = vec![None; spec.local_shape(tp).iter().product()];
         for piece in spec.pieces(rank, tp) {

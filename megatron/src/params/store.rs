@@ -1,10 +1,10 @@
-//! One rank's parameters in flat buckets: weights, their fp32 masters, main gradients, and the
-//! views that layers use.
+//! One rank's parameters in flat buckets: weights, their fp32 master weights, main gradients, and
+//! the views that layers use.
 //!
-//! Buckets follow Megatron's distributed data parallel: parameters in reverse order of the layers,
-//! so that a bucket is complete early in backward. Each bucket is one candle storage for weights
-//! and one for fp32 main gradients, so that candle's lock on one bucket never delays work on
-//! another.
+//! Buckets follow Megatron's distributed data parallel: parameters are in reverse order of the
+//! layers, so that a bucket is complete early in backward. Each bucket has one candle storage for
+//! weights and one for fp32 main gradients. Candle locks a storage, so work on one bucket never
+//! waits for another bucket.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -21,89 +21,92 @@ use crate::Result;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParamId(usize);
 
-/// What a local parameter is to its tie group.
+/// The role of a local parameter in its tie group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// The one that counts: in the norm, in checkpoints.
+    /// The counted instance: only this one enters the norm and checkpoints.
     Primary,
-    /// A copy of a weight whose primary lives on another pipeline stage; kept equal by summing
-    /// gradients.
+    /// A copy of a weight whose primary lives on another pipeline stage. Summing the gradients
+    /// keeps both equal.
     TiedCopy,
-    /// A second use of a weight of this rank: the same storage, and on a CPU the same gradient, to
-    /// which the sums of the first use are added once; a gradient of its own on a GPU.
+    /// A second use of a weight of this rank. It shares the storage of the weight. On a CPU it also
+    /// shares the gradient, to which the sums of the first use are added once; on a GPU it has its
+    /// own gradient.
     TiedUse(ParamId),
 }
 
 /// One local parameter.
 #[derive(Debug)]
 pub struct Param {
-    /// What it is regardless of layout.
+    /// The layout-independent description.
     pub spec: ParamSpec,
-    /// Whether its gradient is its own.
+    /// Whether it is the primary, a copy or a second use of a weight.
     pub role: Role,
     /// Where the local elements lie in the logical tensor.
     pub pieces: Vec<Piece>,
-    /// Bucket and first element in it.
+    /// Index of the bucket that holds it.
     pub bucket: usize,
-    /// In elements of the bucket.
+    /// First element in the bucket.
     pub offset: usize,
     /// Elements of this rank's share, padding included.
     pub numel: usize,
     /// View of the bucket's weights, in local shape.
     pub weight: Tensor,
-    /// Whether the main gradient is none of this step's, so far.
+    /// Whether the main gradient holds nothing of this step yet.
     pub(super) stale: Arc<Stale>,
-    /// The gradient of the first of two uses, if the bucket has the second's.
+    /// The gradient of the first of two uses, if the bucket holds that of the second.
     pub(super) first_use: Option<Mutex<RowSums>>,
-    /// The gradient of a second use, in local shape, if the bucket has the first's.
+    /// The gradient of the second of two uses, in local shape, if the bucket holds that of the
+    /// first.
     pub(super) second_use: Option<Tensor>,
 }
 
 impl Param {
-    /// The elements of its bucket.
+    /// The elements of the bucket that this parameter takes.
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.numel
     }
 }
 
-/// A contiguous range of parameters that is reduced and stepped as one.
+/// A contiguous range of parameters that is reduced and updated as one.
 #[derive(Debug)]
 pub struct Bucket {
     /// Parameters in it, in buffer order.
     pub params: Vec<ParamId>,
-    /// Elements, padding included; divides by dp.
+    /// Number of elements, padding included; divisible by dp.
     pub len: usize,
     /// `[len]` in model dtype.
     pub weights: Tensor,
     /// `[len]`, fp32 (f64 for f64 models).
     pub grads: GradientBuffer,
-    /// Where weights are 16-bit and this rank steps them.
+    /// The master weights, where weights are 16-bit and this rank updates part of the bucket.
     pub master: Option<Master>,
-    /// Holds a tied weight: complete only once all uses were added up.
+    /// Whether it holds a tied weight. Such a bucket is complete only when all uses have been
+    /// added.
     pub tied: bool,
 }
 
-/// The fp32 values that 16-bit weights are the rounding of.
+/// The fp32 master weights of 16-bit weights.
 #[derive(Debug)]
 pub struct Master {
-    /// The elements of the bucket that this rank steps.
+    /// The elements of the bucket that this rank updates.
     pub range: Range<usize>,
-    /// `[range.len()]`, of fp16 weights. Of bf16 weights, which are the high halves, the low ones
-    /// ([`kernels::ops::remainders`], i16).
+    /// `[range.len()]`. For fp16 weights, the fp32 values. For bf16 weights, only the low halves
+    /// (i16), because the weights are the high halves ([`kernels::ops::remainders`]).
     pub values: Tensor,
 }
 
 impl Master {
-    /// The values of the elements `part` of the bucket, which are in its range.
+    /// The stored values of the elements `part` of the bucket.
     ///
     /// # Errors
-    /// If they are not.
+    /// If `part` exceeds `range`.
     pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
         self.values.narrow(0, part.start - self.range.start, part.len())
     }
 
-    /// The elements `whole` of the bucket in order, as parts that are in its range (true) or not;
-    /// none of them empty.
+    /// Splits the elements `whole` of the bucket, in order, into parts inside the range (true) and
+    /// outside of it (false). No part is empty.
     pub fn parts(&self, whole: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> {
         let kept = overlap(whole.clone(), &self.range);
         let parts =
@@ -112,28 +115,28 @@ impl Master {
     }
 }
 
-/// Where the parameters of one rank lie in its buckets. It is the same for all ranks of a pipeline
-/// stage.
+/// Where one rank's parameters lie in its buckets. All ranks of a pipeline stage have the same
+/// placement.
 #[derive(Clone, Debug)]
 pub struct Placement {
-    /// In forward order.
+    /// Parameters in forward order.
     pub params: Vec<PlacedParam>,
-    /// In the order in which backward completes them.
+    /// Buckets in the order in which backward completes them.
     pub buckets: Vec<PlacedBucket>,
 }
 
 /// A parameter's place in a bucket.
 #[derive(Clone, Debug)]
 pub struct PlacedParam {
-    /// What it is regardless of layout.
+    /// The layout-independent description.
     pub spec: ParamSpec,
-    /// Whether its gradient is its own.
+    /// Whether it is the primary, a copy or a second use of a weight.
     pub role: Role,
-    /// Bucket and first element in it; those of the primary for [`Role::TiedUse`].
+    /// Index of the bucket that holds it; for [`Role::TiedUse`], the primary's.
     pub bucket: usize,
-    /// In elements of the bucket.
+    /// First element in the bucket; for [`Role::TiedUse`], the primary's.
     pub offset: usize,
-    /// Elements of a rank's share, padding included.
+    /// Elements of one rank's share, padding included.
     pub numel: usize,
 }
 
@@ -151,22 +154,22 @@ pub struct PlacedBucket {
 /// How buckets are laid out.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
-    /// Of weights; see [`Self::main_grad_dtype`] for gradients.
+    /// Dtype of the weights; for gradients see [`Self::main_grad_dtype`].
     pub dtype: DType,
-    /// Where buckets are.
+    /// Device of the buckets.
     pub device: Device,
-    /// Elements after which a bucket is closed.
+    /// A bucket is closed once it has this many elements.
     pub bucket_size: usize,
-    /// Ranks that a bucket is sharded over.
+    /// Number of ranks that a bucket is sharded over.
     pub dp: usize,
-    /// Ranks that share each layer.
+    /// Number of ranks that share each layer.
     pub tp: usize,
-    /// This rank's number among them, from 0.
+    /// This rank's index among the `tp` ranks, from 0.
     pub tp_rank: usize,
 }
 
 impl StoreOptions {
-    /// What gradients are summed in: fp32, or f64 of f64 models.
+    /// Dtype of main gradients: fp32, or f64 for f64 models.
     pub fn main_grad_dtype(&self) -> DType {
         if self.dtype == DType::F64 { DType::F64 } else { DType::F32 }
     }
@@ -179,11 +182,12 @@ pub struct ParamsBuilder {
     chunk: usize,
 }
 
-/// Elements that parameters start on; keeps SIMD and NCCL ranges aligned (Megatron uses the same).
+/// Every parameter starts at a multiple of this many elements. This keeps SIMD and NCCL ranges
+/// aligned (Megatron uses the same value).
 const ALIGN: usize = 64;
 
 impl ParamsBuilder {
-    /// Parameters declared from here on belong to the next chunk; a bucket never spans chunks.
+    /// Starts the next chunk, to which later declarations belong. A bucket never spans chunks.
     pub fn next_chunk(&mut self) {
         self.chunk += 1;
     }
@@ -193,8 +197,8 @@ impl ParamsBuilder {
         self.push(spec, Role::Primary)
     }
 
-    /// Declares a further use of a tied weight. If its first use is on this rank they share the
-    /// storage, otherwise this rank keeps a copy.
+    /// Declares a further use of a tied weight. If the first use is on this rank, both share the
+    /// storage. Otherwise this rank keeps a copy.
     pub fn declare_tied(&mut self, spec: ParamSpec) -> ParamId {
         let primary = self
             .declared
@@ -209,7 +213,7 @@ impl ParamsBuilder {
         ParamId(self.declared.len() - 1)
     }
 
-    /// The parameters declared so far, in forward order, without further uses of tied weights.
+    /// The parameters declared so far, in forward order, without second uses of tied weights.
     pub fn specs(&self) -> impl Iterator<Item = &ParamSpec> {
         self.declared
             .iter()
@@ -217,8 +221,8 @@ impl ParamsBuilder {
             .map(|(spec, ..)| spec)
     }
 
-    /// Places the parameters declared so far in buckets of at least `bucket_size` elements, cut
-    /// over `tp`, each divisible by `dp`; allocates nothing.
+    /// Places the parameters declared so far in buckets; allocates nothing. A bucket is closed once
+    /// it has `bucket_size` elements of one of `tp` ranks. Its length is divisible by `dp`.
     pub fn place(&self, bucket_size: usize, dp: usize, tp: usize) -> Placement {
         let pad = |n: usize, to: usize| n.div_ceil(to) * to;
         let mut buckets: Vec<PlacedBucket> = Vec::new();
@@ -326,8 +330,8 @@ pub struct ParamStore {
 }
 
 impl ParamStore {
-    /// From now on a step begins with gradients of 0, to which the same work can be done for every
-    /// microbatch.
+    /// From now on every gradient is 0 at the start of a step, so that every microbatch can run the
+    /// same additions.
     pub fn clear_all_grads(&mut self) {
         self.clears_all_grads = true;
     }
@@ -341,7 +345,7 @@ impl ParamStore {
         &self.params[id.0].weight
     }
 
-    /// The parameter that `id` was given for.
+    /// The parameter with this id.
     pub fn param(&self, id: ParamId) -> &Param {
         &self.params[id.0]
     }
@@ -356,14 +360,14 @@ impl ParamStore {
         &self.buckets
     }
 
-    /// What the store was made with.
+    /// The options that the store was built with.
     pub fn options(&self) -> &StoreOptions {
         &self.options
     }
 
-    /// Makes masters of 16-bit weights, fp32 or what bf16 weights lack of it, over the `range` of
-    /// each bucket (of a length) that this rank steps; weights of other dtypes are their own
-    /// masters. Values that are assigned from here on reach both.
+    /// Allocates master weights for 16-bit weights: fp32 values for fp16, the low halves for bf16.
+    /// `range` maps a bucket's length to the elements that this rank updates. Weights of other
+    /// dtypes need no master weights. Later assignments write to both.
     ///
     /// # Errors
     /// If the device cannot hold them.
@@ -381,7 +385,7 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Draws every parameter's first value.
+    /// Draws every parameter's initial value.
     ///
     /// # Errors
     /// If a weight cannot be written.
@@ -393,11 +397,11 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Writes fp32 values (local shape, row-major) into a parameter: into its master, if it has
-    /// one, and rounded to the model's dtype into its weight.
+    /// Writes fp32 values (local shape, row-major) to a parameter: to its master weight, if it has
+    /// one, and rounded to the model's dtype to its weight.
     ///
     /// # Errors
-    /// If the number of values is not the parameter's.
+    /// If the number of values does not match the parameter.
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
         let Some(master) = &self.buckets[param.bucket].master else {
@@ -423,12 +427,12 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Bytes of weights, masters and gradients.
+    /// Bytes of weights, main gradients and master weights.
     pub fn bytes(&self) -> usize {
         self.bytes_by_kind().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes of weights, of main gradients, and of the masters of weights.
+    /// Bytes of weights, of main gradients, and of master weights.
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
         let sum = |of: fn(&Bucket) -> Option<&Tensor>| {
@@ -445,7 +449,7 @@ impl ParamStore {
     }
 }
 
-/// The part of `whole` that lies in `range`; an empty part of `whole` where none does.
+/// The part of `whole` that lies in `range`; an empty range within `whole` if they do not overlap.
 pub(crate) fn overlap(whole: Range<usize>, range: &Range<usize>) -> Range<usize> {
     let start = range.start.clamp(whole.start, whole.end);
     start..range.end.clamp(start, whole.end)

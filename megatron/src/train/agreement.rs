@@ -1,6 +1,6 @@
-//! Whether all ranks were started with the same settings and see the same data.
+//! Checks that all ranks were started with the same settings and read the same data.
 //!
-//! Ranks that do not would wait for each other in different operations, or train something that
+//! Ranks with different settings would deadlock in different operations, or train something that
 //! nobody asked for.
 
 use serde_json::{Map, Value};
@@ -10,8 +10,8 @@ use crate::config::RunConfig;
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// Settings that may differ between machines: where things are. What is in the data is compared by
-/// fingerprint.
+/// Settings that may differ between machines: locations of files. The content of the data is
+/// compared by its fingerprint instead.
 const LOCAL: [&str; 7] = [
     "data.data_path",
     "data.tokenizer",
@@ -22,11 +22,12 @@ const LOCAL: [&str; 7] = [
     "optimizer.offload.nvme",
 ];
 
-/// Returns if every rank of `world` has the same settings, data and program. Collective over
+/// Succeeds if every rank of `world` has the same settings, data and program. Collective over
 /// `world`.
 ///
 /// # Errors
-/// The same on every rank: what differs, with the value of each rank and the ranks that have it.
+/// If they differ. Every rank returns the same error: each difference, with the values and the
+/// ranks that have them.
 pub fn require(world: &Group, config: &RunConfig, fingerprint: &str) -> Result<()> {
     if world.size() == 1 {
         return Ok(());
@@ -55,7 +56,7 @@ pub fn require(world: &Group, config: &RunConfig, fingerprint: &str) -> Result<(
     )))
 }
 
-/// The leaves of `value` under their dotted names. Lists are leaves.
+/// Collects the leaves of `value` under their dotted names. A list is one leaf.
 fn flatten(name: &str, value: &Value, leaves: &mut Map<String, Value>) {
     match value {
         Value::Object(fields) => {
@@ -73,7 +74,8 @@ fn flatten(name: &str, value: &Value, leaves: &mut Map<String, Value>) {
     }
 }
 
-/// What is not the same in all of `ranks`, as "KEY is A on rank 0 and B on ranks 1, 2".
+/// The settings that are not the same in all of `ranks`, as "KEY is A on rank 0 and B on ranks 1,
+/// 2".
 fn differences(ranks: &[Map<String, Value>]) -> Vec<String> {
     let mut keys: Vec<&String> = ranks.iter().flat_map(Map::keys).collect();
     keys.sort();

@@ -1,27 +1,27 @@
-//! How many communicators a rank of a layout has: on a GPU each takes streams, for which there must
-//! be hardware queues.
+//! Counts the communicators of a rank. On a GPU each communicator takes streams, which need
+//! hardware queues.
 
 use crate::Result;
 use crate::config::ParallelConfig;
 use crate::pipeline::generate;
 use crate::topology::{Axis, ProcessGroups, RankGrid};
 
-/// The most that any rank has, where each group with other ranks in it is one, and each kind of
-/// messages to or from another stage.
+/// The largest number of communicators of any rank. Each group with more than one rank is one
+/// communicator, and so is each kind of message to or from another stage.
 ///
 /// # Errors
-/// If the layout contradicts itself.
+/// If the layout is inconsistent.
 pub fn most_communicators(parallel: &ParallelConfig) -> Result<usize> {
     let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
     let grid = RankGrid::from_config(parallel)?;
-    // However many microbatches there are, and however far stages run ahead, the kinds of messages
-    // are these.
+    // The kinds of messages depend neither on the number of microbatches nor on how far stages run
+    // ahead.
     let schedule = generate(parallel.schedule, pp, v, pp, 0)?;
     let of_stage = |(stage, &rank): (usize, &usize)| {
         let lanes: usize = schedule.lanes(stage).iter().map(Vec::len).sum();
         ProcessGroups::num_shared(&grid, rank) + lanes
     };
-    // Ranks of a stage have as many.
+    // All ranks of a stage have the same number.
     Ok(grid.group(Axis::Pp, 0).iter().enumerate().map(of_stage).max().unwrap_or(0))
 }
 

@@ -1,8 +1,8 @@
-//! When a run counts as diverged: steps in a row that are not finite, or a parameter that is not,
-//! which no checkpoint holds.
+//! Detects divergence: too many consecutive steps with non-finite results, or a non-finite
+//! parameter. No checkpoint holds a non-finite parameter.
 //!
-//! Every rank comes to the same verdict: a step's loss and gradient norm are the same on all of
-//! them, and what a rank finds in its parameters it tells the others.
+//! Every rank reaches the same verdict: all ranks have the same loss and gradient norm, and they
+//! exchange what they find in their parameters.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::config::{LossScaling, Precision, Takes};
 use crate::params::{Elements, ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
-/// `error` with the step it is about, if it is about training that diverges.
+/// Adds the step number to `error` if it reports divergence.
 pub(super) fn at_step(iteration: u64, error: Error) -> Error {
     match error {
         Error::Diverged(what) => Error::Diverged(format!("step {iteration}: {what}")),
@@ -26,8 +26,8 @@ pub(super) fn at_step(iteration: u64, error: Error) -> Error {
 }
 
 impl Trainer {
-    /// Why the run ends after `step`, if it is one too many in a row whose loss or gradient is not
-    /// finite.
+    /// The error that ends the run if `step` exceeds the allowed number of consecutive steps with a
+    /// non-finite loss or gradient.
     pub(super) fn divergence(&self, step: &StepMetrics) -> Option<Error> {
         let (limit, in_a_row) = (self.config.training.max_nonfinite_steps, step.nonfinite_in_a_row);
         if limit == 0 || in_a_row < limit {
@@ -48,10 +48,10 @@ impl Trainer {
         )))
     }
 
-    /// What to do about a run whose step `first` was the first that went wrong.
+    /// Advice for a run in which step `first` was the first non-finite one.
     fn what_to_try(&self, first: u64) -> String {
         let config = &self.config.checkpoint;
-        // Of weights alone the run has begun.
+        // A checkpoint loaded for its weights alone is not continued; the run started new from it.
         let loaded =
             checkpoint::to_load(config).ok().flatten().filter(|_| config.takes != Takes::Weights);
         let around = loaded.and_then(|folder| checkpoint::checkpoints_folder(&folder).ok());
@@ -80,13 +80,13 @@ impl Trainer {
         )
     }
 
-    /// Whether the last steps were not finite, so that what is saved now would take the place of
-    /// the last good checkpoint as the latest.
+    /// Whether the last steps were not finite. A checkpoint of this state would replace the last
+    /// good checkpoint as the latest.
     pub(super) fn is_amid_nonfinite_steps(&self) -> bool {
         self.progress.nonfinite_in_a_row > 0
     }
 
-    /// What to say of a checkpoint that is not saved in `dir` for that.
+    /// The message that no checkpoint is saved in `dir` for this reason.
     pub(super) fn not_saved(&self, dir: &Path) -> String {
         let latest = match checkpoint::latest(dir) {
             Ok(Some(latest)) => format!("the latest is still that of step {}", latest.iteration),
@@ -98,11 +98,11 @@ impl Trainer {
         )
     }
 
-    /// Asserts that a checkpoint of `shards`, to be written to `dir`, would hold finite parameters
-    /// alone. Collective over the world.
+    /// Checks that a checkpoint of `shards`, to be written to `dir`, holds only finite parameters.
+    /// Collective over the world.
     ///
     /// # Errors
-    /// [`Error::Diverged`] on every rank, with the first parameter that is not finite.
+    /// [`Error::Diverged`] on every rank, naming the first non-finite parameter.
     pub(super) fn require_finite(&self, shards: &[ShardRef], dir: &Path) -> Result<()> {
         let mine = nonfinite(shards)?.unwrap_or_default();
         let found = self.groups.world.all_gather_bytes(mine.as_bytes())?;
@@ -121,8 +121,8 @@ impl Trainer {
     }
 }
 
-/// The name of the first parameter among `shards` that is not finite. In fp32 as they are saved: of
-/// bf16 weights with a low half the high one tells.
+/// The name of the first non-finite parameter in `shards`, in fp32 as they are saved. For bf16
+/// weights with a low half, checking the high half suffices.
 fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
     let mut alike: BTreeMap<&str, (Vec<usize>, Vec<Tensor>)> = BTreeMap::new();
     for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param)
@@ -144,7 +144,7 @@ fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
         tensors.push(values);
     }
     let mut first: Option<usize> = None;
-    // One reading of each dtype's; the squares of an fp32 have room in f64.
+    // One pass over the values of each dtype. f64 holds the square of any fp32 value.
     for (places, tensors) in alike.values() {
         let sums = sums_of_squares(&tensors.iter().collect::<Vec<_>>())?;
         let found = places.iter().zip(&sums).find(|(_, sum)| !sum.is_finite()).map(|(at, _)| *at);

@@ -9,8 +9,8 @@ use super::trainer::Trainer;
 use crate::{Error, Result};
 
 impl Trainer {
-    /// Evaluates what was loaded on the validation and the test data, as is done behind the last
-    /// step. Nothing is saved. Collective over the world.
+    /// Evaluates the loaded model on the validation and the test data, as a run does after its last
+    /// step. Saves nothing. Collective over the world.
     pub(super) fn evaluate_only(
         &mut self,
         reporter: &mut dyn Reporter,

@@ -1,13 +1,13 @@
 //! Floating-point operations of a training step, counted as Megatron-LM does.
 //!
-//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 12·B·q·Σ pairs: matrix
-//! products forward and backward, recompute not counted; q and kv are projection widths. Pairs are
-//! the queries and keys of a layer that meet: S²/2, the causal half, and under a sliding window of
-//! W < S tokens W·S − W²/2. Documents that are kept apart count as one, as Megatron's.
+//! 6·B·S·\[L(h(q + 2kv) + q·h) + L·h·ffn·(3 SwiGLU | 2) + h·V_padded\] + 12·B·q·Σ pairs: the matrix
+//! products of forward and backward, without recompute. q and kv are projection widths. Pairs are
+//! the query-key pairs of a layer: S²/2 under causal attention, and W·S − W²/2 under a sliding
+//! window of W < S tokens. As in Megatron, separate documents in a sequence count as one.
 
 use crate::config::ModelConfig;
 
-/// Operations of one step over `samples` sequences; `padded_vocab` is V_padded.
+/// Floating-point operations of one step over `samples` sequences. `padded_vocab` is V_padded.
 pub fn step_flops(model: &ModelConfig, samples: usize, padded_vocab: usize) -> f64 {
     let [b, s, l, h, f] =
         [samples, model.seq_length, model.num_layers, model.hidden_size, model.ffn_hidden_size]
@@ -53,18 +53,20 @@ mod tests {
             hidden_dropout: 0.0,
             init_method_std: 0.02,
         };
-        // A query and its own key are half a pair: the causal half of a square.
+        // A query and its own key count as half a pair, so that causal attention has half of the
+        // square.
         let window = |size, full_layers: &[usize]| {
             let window = SlidingWindow { size, full_layers: full_layers.to_vec() };
             step_flops(&ModelConfig { sliding_window: Some(window), ..model.clone() }, 3, 16)
         };
         let all = step_flops(&model, 3, 16);
         assert_eq!([window(4, &[]), window(9, &[]), window(2, &[0, 1])], [all; 3]);
-        // 4²/2 pairs less the 2²/2 of queries and keys more than 2 apart, in one layer or two.
+        // 4²/2 pairs minus the 2²/2 pairs of queries and keys more than 2 apart, in one layer or
+        // two.
         let apart = 12.0 * 3.0 * 8.0 * 2.0;
         assert_eq!([window(2, &[1]), window(2, &[])], [all - apart, all - 2.0 * apart]);
-        // per token: attention 8·(8+8) + 8·8 = 192 a layer, MLP 8·16·3 = 384 a layer, head 8·16 =
-        // 128
+        // Per token: attention 8·(8+8) + 8·8 = 192 per layer, MLP 8·16·3 = 384 per layer, head 8·16
+        // = 128.
         let linear = 2.0 * (192.0 + 384.0) + 128.0;
         assert_eq!(step_flops(&model, 3, 16), 6.0 * 12.0 * linear + 6.0 * 3.0 * 16.0 * 2.0 * 8.0);
     }

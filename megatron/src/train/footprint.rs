@@ -1,9 +1,8 @@
-//! What a run needs of memory, counted from its settings and the parameters of its stages; nothing
-//! is allocated for it.
+//! The memory that a run needs, computed from its settings and the parameters of its stages.
+//! Nothing is allocated for the estimate.
 //!
-//! Weights, gradients, masters and moments are counted as they will be held. Of activations it is
-//! the least that has to be there at once: what layers keep of the microbatches that the schedule
-//! has in flight, without anything that is made and dropped within a layer.
+//! Weights, gradients, master weights and moments are counted exactly. Activations are a lower
+//! bound: what layers save for the microbatches in flight, without temporary values inside a layer.
 
 use std::ops::Range;
 
@@ -15,30 +14,31 @@ use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recomput
 use crate::pipeline::{Action, generate};
 use crate::topology::RankGrid;
 
-/// Microbatches per stage that a schedule is looked at for: by then all but GPipe has as many in
-/// flight as ever.
+/// Microbatches per stage up to which a schedule is examined. At this number all schedules except
+/// GPipe have reached their maximum number in flight.
 const MOST_MICROBATCHES: usize = 64;
 
-/// The bytes that a rank needs, by what they are.
+/// The bytes that a rank needs, by use.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Footprint {
-    /// In the model's dtype.
+    /// Weights, in the model's dtype.
     pub weights: f64,
     /// Main gradients.
     pub gradients: f64,
-    /// What 16-bit weights lack of fp32.
+    /// Master weights of 16-bit weights.
     pub masters: f64,
-    /// The optimizer's state, where it is in the memory that weights are in.
+    /// Optimizer state, unless it is offloaded.
     pub moments: f64,
-    /// What activations need at the same time as the rest, at least.
+    /// Lower bound of the memory for activations at the time of the largest total.
     pub activations: f64,
 }
 
 impl Footprint {
-    /// The footprint of a rank of each pipeline stage: ranks of a stage need alike.
+    /// The footprint of one rank of each pipeline stage. All ranks of a stage have the same
+    /// footprint.
     ///
     /// # Errors
-    /// If the layout cannot cut the model.
+    /// If the model cannot be split by the layout.
     pub fn of_stages(config: &RunConfig, model: &dyn ModelBuilder) -> Result<Vec<Self>> {
         let p = &config.parallel;
         let (pp, tp) = (p.pipeline_model_parallel_size, p.tensor_model_parallel_size);
@@ -59,8 +59,8 @@ impl Footprint {
         (0..pp).map(of_stage).collect()
     }
 
-    /// The mean over the ranks of one replica, by the sizes of matrices alone: for sizes that are
-    /// wrong by typing, which overflow integers.
+    /// A rough mean over the ranks of one replica, from the sizes of matrices. It uses floats, so
+    /// that mistyped sizes that would overflow integers are reported.
     pub(super) fn rough(config: &RunConfig) -> Self {
         let (m, p) = (&config.model, &config.parallel);
         let [layers, hidden, ffn] =
@@ -76,22 +76,22 @@ impl Footprint {
             [p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size]
                 .map(|n| n as f64);
         let parameters = layers * (2.0 * hidden * ffn + attention) + m.vocab_size as f64 * hidden;
-        // Positions are on every rank of a stage.
+        // Every rank of a stage holds all positions.
         let elements = parameters / (tp * pp) + positions * hidden / pp;
         let replicas = p.data_parallel_size as f64 * cp;
         let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
-        // What a microbatch's first layer reads.
+        // The input of a microbatch's first layer.
         let stream = hidden / if p.sequence_parallel { tp } else { 1.0 };
         let activations = tokens(config) * stream * size_of(config.training.precision.dtype());
         Self { activations, ..Self::of_parameters(config, elements, stepped) }
     }
 
-    /// Of a rank with so many parameters, some of which it steps.
+    /// The footprint of a rank with `elements` parameters that updates `stepped` of them.
     fn of_parameters(config: &RunConfig, elements: f64, stepped: f64) -> Self {
         let (dtype, o) = (config.training.precision.dtype(), &config.optimizer);
         let main = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let master = match dtype {
-            // The weights are the high halves.
+            // The weights themselves are the high halves.
             DType::BF16 => 2.0,
             DType::F16 => 4.0,
             _ => 0.0,
@@ -112,7 +112,7 @@ impl Footprint {
         }
     }
 
-    /// All of it, in bytes.
+    /// Sum of all parts, in bytes.
     pub fn total(&self) -> f64 {
         self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
@@ -144,7 +144,7 @@ impl std::ops::Add for Footprint {
     }
 }
 
-/// The footprints of the ranks `ranks`, given those of each stage.
+/// The sum of the footprints of `ranks`, given one footprint per stage.
 pub(super) fn of_ranks(
     config: &RunConfig,
     stages: &[Footprint],
@@ -158,13 +158,13 @@ fn size_of(dtype: DType) -> f64 {
     dtype.size_in_bytes() as f64
 }
 
-/// Tokens of a microbatch that a rank has.
+/// Tokens of a microbatch on one rank.
 fn tokens(config: &RunConfig) -> f64 {
     let cp = config.parallel.context_parallel_size.max(1) as f64;
     config.training.micro_batch_size as f64 * config.model.seq_length as f64 / cp
 }
 
-/// Bytes that the `layers` layers of a chunk keep of a microbatch between forward and backward.
+/// Bytes that the `layers` layers of a chunk save for one microbatch between forward and backward.
 fn kept_of_microbatch(config: &RunConfig, kept: SavedActivations, layers: usize) -> f64 {
     let segments = config.training.recompute.segments(layers).into_iter();
     let elements = segments
@@ -172,8 +172,8 @@ fn kept_of_microbatch(config: &RunConfig, kept: SavedActivations, layers: usize)
     elements.sum::<u64>() as f64 * tokens(config) * size_of(config.training.precision.dtype())
 }
 
-/// What activations of a step add, at most at a time, to the gradients that there are in the end.
-/// `kept`: bytes of a microbatch, by chunk.
+/// The largest memory that activations of a step need beyond the gradients at the step's end.
+/// `kept` is the bytes of one microbatch, per chunk.
 fn activations(config: &RunConfig, stage: usize, kept: &[f64], gradients: f64) -> Result<f64> {
     let (p, t) = (&config.parallel, &config.training);
     let (pp, v) = (p.pipeline_model_parallel_size, p.virtual_pipeline_size);
@@ -192,14 +192,14 @@ fn activations(config: &RunConfig, stage: usize, kept: &[f64], gradients: f64) -
             }
             _ => {}
         }
-        // Delayed products make gradients later than this schedule says.
+        // With delayed weight gradients, gradients get their memory later than in this schedule.
         let beside = !p.delay_wgrad_compute && has_gradients.iter().all(|has| *has);
         most = most.max(in_flight + if beside { gradients } else { 0.0 });
     }
     Ok((most - gradients).max(0.0))
 }
 
-/// Flags that make the ranks of one machine need less, what costs least first.
+/// Flags that reduce the memory of the ranks on one machine, cheapest first.
 pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     let (p, t, o) = (&config.parallel, &config.training, &config.optimizer);
     let (dp, replicas) = (p.data_parallel_size, p.data_parallel_size * p.context_parallel_size);
@@ -277,10 +277,10 @@ mod tests {
             config.training.global_batch_size = batch;
             activations(&config, stage, &[10.0], gradients).unwrap()
         };
-        // One microbatch: before its backward, when there are no gradients yet.
+        // One microbatch: the maximum is before its backward, when there are no gradients yet.
         assert_eq!([of(1, 0, 3.0), of(1, 0, 30.0)], [7.0, 0.0]);
-        // The first stage runs a forward ahead; the last one has its gradients when the second
-        // microbatch comes.
+        // The first stage runs one forward ahead. The last stage already has its gradients when the
+        // second microbatch arrives.
         assert_eq!([of(8, 0, 30.0), of(8, 1, 30.0)], [20.0, 10.0]);
         assert_eq!(
             of(2, 0, 30.0),

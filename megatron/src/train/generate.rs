@@ -1,5 +1,5 @@
-//! Continues prompts with a model as it lies over its ranks, token by token, with a key/value
-//! cache.
+//! Continues prompts token by token with a key/value cache, using a model that is distributed over
+//! its ranks.
 //!
 //! Every rank of the model takes part and gets the same tokens. Top-p: Holtzman et al. 2020.
 
@@ -19,32 +19,33 @@ use crate::{Error, Result};
 /// How the next token is drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0: always the likeliest token.
+    /// 0: always take the likeliest token.
     pub temperature: f64,
-    /// Draw among this many likeliest tokens; 0: all.
+    /// Draw among this many of the likeliest tokens; 0: among all.
     pub top_k: usize,
-    /// Draw among the fewest likeliest tokens whose probabilities sum to this; 1: all.
+    /// Draw among the smallest set of likeliest tokens whose probabilities reach this sum; 1: among
+    /// all.
     pub top_p: f64,
-    /// Equal seeds draw equal tokens.
+    /// Seed of the draws; equal seeds draw equal tokens.
     pub seed: u64,
 }
 
-/// How long a continuation gets, and what it is not made of.
+/// The length of a continuation, and the tokens that end it or never occur in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Length {
-    /// New tokens at most.
+    /// Maximum number of new tokens.
     pub tokens: usize,
-    /// Longest sequence the model takes, prompt included.
+    /// Longest sequence that the model accepts, prompt included.
     pub window: usize,
     /// Tokens that end a continuation.
     pub ends: Vec<u32>,
-    /// Rows of the vocabulary that are no tokens, in order: models pad theirs. They are never
-    /// drawn.
+    /// Rows of the vocabulary that are not tokens (models pad the vocabulary), in order. They are
+    /// never drawn.
     pub absent: Vec<Range<usize>>,
 }
 
 impl Length {
-    /// Whether there is something to continue, and room to do so.
+    /// Checks that the prompt can be continued.
     ///
     /// # Errors
     /// If the prompt is empty or does not fit the window.
@@ -60,11 +61,11 @@ impl Length {
     }
 }
 
-/// How many of the likeliest tokens are looked at first where probabilities are to sum to a limit:
-/// mostly they do.
+/// Number of the likeliest tokens to sort first under top-p. Their probabilities usually reach the
+/// limit.
 const LIKELIEST: usize = 256;
 
-/// The index drawn from `logits` (one row over the vocabulary) for position `position` of sample
+/// Draws an index from `logits` (one row over the vocabulary) for position `position` of sample
 /// `sample`.
 fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> usize {
     let likeliest =
@@ -78,8 +79,8 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
     let key = [sampling.seed as u32, (sampling.seed >> 32) as u32];
     let bits = philox4x32([position as u32, sample as u32, 0, 0x67656e], key)[0];
     let mut left = (f64::from(bits) + 0.5) / 2f64.powi(32) * total;
-    // Where all are kept they come by their numbers, so that two logits that nearly agree need not
-    // agree on which is larger on every layout.
+    // Without limits, tokens are in index order: layouts may disagree on the order of two nearly
+    // equal logits.
     for &(i, weight) in &kept {
         left -= weight;
         if left <= 0.0 {
@@ -89,7 +90,7 @@ fn draw(logits: &[f32], sampling: &Sampling, sample: usize, position: usize) -> 
     kept.last().map_or(likeliest, |(i, _)| *i)
 }
 
-/// Those among which is drawn, with their weights, and the sum of these.
+/// The tokens to draw among, with their weights, and the sum of the weights.
 fn likely(
     logits: &[f32],
     sampling: &Sampling,
@@ -117,7 +118,7 @@ fn likely(
             break;
         }
         if at == sorted {
-            // So many more in order.
+            // Sort the next part.
             let next = (8 * sorted).max(LIKELIEST).min(order.len());
             if next < order.len() {
                 order[sorted..].select_nth_unstable(next - sorted);
@@ -133,15 +134,15 @@ fn likely(
     (kept, total)
 }
 
-/// Sorts by falling logits, then by rising indices, which are its lower half.
+/// Sorts by descending logit, then by ascending index, which is the lower half of the key.
 fn sort_key(logit: f32, index: usize) -> u64 {
     let bits = logit.to_bits();
-    // As integers, negative numbers fall.
+    // As integers, negative floats sort in reverse order.
     let rising = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
     u64::from(!rising) << 32 | index as u64
 }
 
-/// `logits` with those of rows that are no tokens so low that they are never drawn.
+/// `logits`, where rows that are not tokens have a value so low that they are never drawn.
 fn without<'a>(logits: &'a [f32], absent: &[Range<usize>]) -> Cow<'a, [f32]> {
     if absent.is_empty() {
         return logits.into();
@@ -153,11 +154,11 @@ fn without<'a>(logits: &'a [f32], absent: &[Range<usize>]) -> Cow<'a, [f32]> {
     kept.into()
 }
 
-/// What stands for a token where none can be drawn; no vocabulary has so many.
+/// The token's value if none can be drawn; no vocabulary is that large.
 const UNDRAWN: u32 = u32::MAX;
 
-/// The token drawn from `logits`, none of those that are `absent`, or [`UNDRAWN`] where they are
-/// not finite: no order of these means anything.
+/// Draws a token from `logits`, but none of `absent`. Returns [`UNDRAWN`] if the other logits are
+/// not finite, since they have no meaningful order then.
 fn draw_finite(
     logits: &[f32],
     absent: &[Range<usize>],
@@ -171,12 +172,12 @@ fn draw_finite(
     }
 }
 
-/// A batch of sequences that grow.
+/// A batch of sequences during generation.
 struct Session<'a> {
     stage: &'a Stage,
-    /// Decoding does not cut the sequence, however the model was trained.
+    /// Sequence parallelism is off while decoding, whatever the model was trained with.
     tp: TensorParallel,
-    /// Per chunk and layer.
+    /// One key/value cache per chunk and layer.
     caches: Vec<Vec<Tensor>>,
     samples: Vec<u64>,
 }
@@ -215,8 +216,9 @@ impl<'a> Session<'a> {
         Ctx { tp: &self.tp, ..self.stage.ctx(batch, Phase::Evaluate, None) }
     }
 
-    /// Feeds `tokens` (`length` rows, one column a sample) from positions `starts` on; the logits
-    /// at row `rows[i]` of each sample, f32 `[b, vocab]` on the CPU, on ranks with the head.
+    /// Feeds `tokens` (`length` rows, one column per sample) at the positions from `starts` on. On
+    /// ranks with the head, returns the logits at row `rows[i]` of each sample i: f32 `[b, vocab]`
+    /// on the CPU.
     fn feed(
         &self,
         tokens: &[u32],
@@ -250,9 +252,9 @@ impl<'a> Session<'a> {
 }
 
 impl Stage {
-    /// Continues each prompt until it has `length.tokens` new tokens, one that ends it, or fills
-    /// the window. `on_token` hears of every new token (sample, token) as it is drawn. Collective
-    /// over the ranks of a model; all get the same tokens.
+    /// Continues each prompt until it has `length.tokens` new tokens, draws a token that ends it,
+    /// or fills the window. Calls `on_token` with each new (sample, token) as it is drawn.
+    /// Collective over the ranks of a model; all get the same tokens.
     ///
     /// # Errors
     /// If a prompt is empty or does not fit the window, logits are not finite, or a kernel or a
@@ -273,8 +275,8 @@ impl Stage {
             return Ok(new);
         }
         let session = Session::new(self, batch, positions)?;
-        // Prompts are fed together, padded behind: what the padding leaves in the cache is
-        // overwritten before anyone sees it.
+        // Prompts are fed together, padded at the end. The padding's entries in the cache are
+        // overwritten before they are read.
         let padded: Vec<u32> = (0..longest)
             .flat_map(|i| prompts.iter().map(move |p| p.get(i).copied().unwrap_or(0)))
             .collect();
@@ -300,7 +302,7 @@ impl Stage {
                 if !open[i] {
                     continue;
                 }
-                // Every rank was told, and ends.
+                // Every rank received this value, so all ranks end.
                 if next[i] == UNDRAWN {
                     return Err(Error::Diverged(format!(
                         "the model's logits after token {} of prompt {} are not finite, so that no token can be drawn: training \
@@ -321,7 +323,7 @@ impl Stage {
             if !open.contains(&true) {
                 return Ok(new);
             }
-            // Finished samples keep their place; what is fed for them is ignored, but has to be a
+            // Finished samples stay in the batch. Their input is ignored, but must be a valid
             // token.
             let next: Vec<u32> = next
                 .into_iter()
@@ -357,7 +359,7 @@ mod tests {
         }
     }
 
-    /// Of so many tokens, all in order.
+    /// A reference for small vocabularies that sorts all tokens.
     fn by_sorting(logits: &[f32], sampling: &Sampling) -> Vec<usize> {
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
@@ -380,7 +382,7 @@ mod tests {
     #[test]
     fn those_among_which_is_drawn_are_the_likeliest_without_sorting_all() {
         let random = |i: usize| philox4x32([i as u32, 0, 0, 0], [7, 7])[0];
-        // With many that are alike.
+        // Contains many equal logits.
         let logits: Vec<f32> = (0..5000).map(|i| (random(i) % 512) as f32 / -64.0 + 3.0).collect();
         let cases = [
             (0, 0.1),
@@ -434,7 +436,7 @@ mod tests {
             let expected: &[u32] = if temperature == 0.0 { &[3] } else { &[1, 3, 4] };
             assert_eq!(drawn.into_iter().collect::<Vec<_>>(), expected, "{sampling:?}");
         }
-        // What they say is of no interest, as long as it is finite.
+        // Their values do not matter as long as they are finite.
         assert_eq!(
             draw_finite(&[f32::NAN, 0.0], std::slice::from_ref(&(0..1)), &PLAIN, 0, 0),
             UNDRAWN

@@ -1,4 +1,4 @@
-//! A model without an optimizer: loaded over its ranks to generate and to evaluate.
+//! A model without an optimizer, loaded over its ranks for generation and evaluation.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Result, checkpoint};
 
-/// One rank's layers and their weights, not yet initialized.
+/// One rank's layers, with weights that are not initialized yet.
 pub(super) fn build_stage(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
@@ -48,7 +48,7 @@ pub(super) fn build_stage(
     })
 }
 
-/// One rank's share of a model, to generate and evaluate.
+/// One rank's share of a model for generation and evaluation.
 pub struct Inference {
     /// This rank's groups.
     pub groups: ProcessGroups,
@@ -57,7 +57,8 @@ pub struct Inference {
 }
 
 impl Inference {
-    /// This rank's share of a model, its weights yet to be loaded. Collective over `world`.
+    /// Builds this rank's share of a model. Its weights must be loaded afterwards. Collective over
+    /// `world`.
     ///
     /// # Errors
     /// If the layout does not fit the model or the world.
@@ -78,7 +79,7 @@ impl Inference {
     /// Loads this rank's weights from the checkpoint in folder `path` (one `iter_…`).
     ///
     /// # Errors
-    /// If the checkpoint is damaged or of another model.
+    /// If the checkpoint is damaged or belongs to another model.
     pub fn load(&self, path: &Path) -> Result<()> {
         let stored = self
             .stage
@@ -99,9 +100,10 @@ impl Inference {
         checkpoint::load(path, &shards.collect::<Result<Vec<_>>>()?)
     }
 
-    /// Mean loss per unmasked token over the first `samples` samples of `loader`, and the number of
-    /// these tokens. `progress` hears how many samples are done. Collective over the world; samples
-    /// are dealt over dp, and of each the loader gives this rank's part under cp.
+    /// Returns the mean loss per unmasked token over the first `samples` samples of `loader`, and
+    /// the number of these tokens. Calls `progress` with the number of samples done. Collective
+    /// over the world: samples are distributed over dp, and under cp the loader gives this rank's
+    /// part of each.
     ///
     /// # Errors
     /// If data cannot be read or a peer fails.
@@ -129,8 +131,9 @@ impl Inference {
             }
             progress((first + micro_batch_size * dp).min(samples));
         }
-        // Every stage and tp rank counted the same tokens (cp ranks their own), every tp rank of
-        // the last stage the same losses.
+        // Every stage and tp rank counted the same tokens (cp ranks counted different ones), and
+        // every tp rank of the last stage computed the same losses. Only one of them contributes to
+        // the sums.
         let once = self.groups.tp.rank() == 0;
         let tokens = if once && self.groups.pp.rank() == 0 { tokens } else { 0.0 };
         let sums = Tensor::from_vec(vec![if once { loss } else { 0.0 }, tokens], 2, &Device::Cpu)?;

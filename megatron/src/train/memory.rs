@@ -1,4 +1,4 @@
-//! Memory of this process, and whether that of its machine suffices for a run.
+//! The memory of this process, and whether the machine has enough memory for a run.
 
 use std::ops::Range;
 
@@ -10,23 +10,23 @@ use super::model::ModelBuilder;
 use crate::config::{OptimizerOffload, RunConfig};
 use crate::{Error, Result};
 
-/// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 where the
-/// system does not tell.
+/// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 if the system
+/// does not report it.
 pub fn peak_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     kib(&status, "VmHWM:").unwrap_or(0)
 }
 
-/// The largest amounts of memory of a rank so far, in bytes.
+/// The peak memory of a rank so far, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Peak {
-    /// Of its GPU, what its tensors held; of the host's, where it computes there, its resident set.
+    /// On a GPU, the memory that tensors held; on the CPU, the resident set.
     pub allocated: u64,
-    /// Of its GPU, what the process had taken for tensors; none on the CPU.
+    /// On a GPU, the memory that the process reserved for tensors; `None` on the CPU.
     pub reserved: Option<u64>,
 }
 
-/// The largest amounts so far of a rank that computes on `device`.
+/// The peak memory so far of a rank that computes on `device`.
 pub fn peak_memory_of(device: &Device) -> Peak {
     match kernels::tensor::device::memory(device) {
         Some(memory) => Peak { allocated: memory.peak_used, reserved: Some(memory.peak_reserved) },
@@ -34,8 +34,8 @@ pub fn peak_memory_of(device: &Device) -> Peak {
     }
 }
 
-/// One line on the largest memory of every rank, in bytes, `what` it is of; of many ranks only the
-/// extremes.
+/// One line with the peak memory of every rank, in bytes, labelled `what`. With many ranks it gives
+/// only the smallest and the largest.
 pub fn describe_memory(what: &str, by_rank: &[u64]) -> String {
     const MOST_RANKS: usize = 16;
     let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
@@ -49,27 +49,27 @@ pub fn describe_memory(what: &str, by_rank: &[u64]) -> String {
     }
 }
 
-/// The ranks of a run that one machine has.
+/// The ranks of a run that are on one machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RanksHere {
-    /// Those whose numbers are known.
+    /// The ranks with known numbers.
     pub ranks: Range<usize>,
-    /// How many more there are.
+    /// Number of further ranks on this machine, whose numbers are not known.
     pub others: usize,
-    /// Whether they compute on GPUs, of whose memory nothing is known yet.
+    /// Whether they compute on GPUs. Their memory is not known at this point.
     pub on_gpus: bool,
 }
 
-/// Largest share of a model that a GPU is taken to have room for; more is wrong by typing.
+/// Upper limit of a plausible share of a model on one GPU. A larger share means a mistyped size.
 const LARGEST_ON_GPU: f64 = (1u64 << 44) as f64;
 
-/// Refuses a run whose ranks on this machine need more memory than it has, before anything is
-/// allocated: the system would otherwise kill the run, or the machine, midway. `model` is asked for
-/// once the sizes are known to be possible ones.
+/// Refuses a run that needs more memory on this machine than the machine has. The check runs before
+/// anything is allocated, because otherwise the system would kill the run, or the machine would
+/// fail, midway. `model` is called only after the sizes are known to be plausible.
 ///
 /// # Errors
-/// With what is needed, by what it is for, and which flags of this run would need less; also if the
-/// layout cannot cut the model.
+/// If memory does not suffice: the error lists the need by use, and the flags that would reduce it
+/// for this run. Also if the model cannot be split by the layout.
 pub fn require_memory<M: ModelBuilder>(
     config: &RunConfig,
     here: &RanksHere,
@@ -83,14 +83,15 @@ pub fn require_memory<M: ModelBuilder>(
         None => return Ok(()),
     };
     let rough = Footprint::rough(config);
-    // One rank alone, by far: what sizes of this kind are made of is not even to be listed.
+    // A single rank exceeds the limit by far. With such sizes even the list of parameters may be
+    // too large.
     if rough.total() > 64.0 * limit.bytes as f64 {
         return Err(too_little(config, &[rough], limit));
     }
     let mut stages = Footprint::of_stages(config, &model()?)?;
     if here.on_gpus {
-        // Of a GPU's memory whoever allocates it tells; of the host's there is what was moved
-        // there.
+        // The GPU's own allocator reports a lack of GPU memory. This check covers what is offloaded
+        // to host memory.
         let Some(limit) =
             memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu)
         else {
@@ -118,7 +119,7 @@ fn require(
     if needed > limit.bytes as f64 { Err(too_little(config, &ranks, limit)) } else { Ok(()) }
 }
 
-/// What is needed, as a table, and what helps.
+/// The error with a table of the need, and advice.
 fn too_little(config: &RunConfig, ranks: &[Footprint], limit: MemoryLimit) -> Error {
     let (m, p) = (&config.model, &config.parallel);
     let gib = |bytes: f64| format!("{:.2}", bytes / f64::from(1 << 30));
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
     use crate::config::valid;
 
-    /// Two stages, of which the second needs twice as much.
+    /// Two stages. The second needs twice the memory of the first.
     #[test]
     fn the_ranks_of_this_machine_are_counted_together_each_by_its_stage() {
         let gib = f64::from(1 << 30);

@@ -1,21 +1,21 @@
-//! How much memory the processes of this machine, or of this one's control group, can have.
+//! The memory limit of this machine, or of this process's control group.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A limit in bytes, and what sets it.
+/// A limit in bytes and its origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
     pub bytes: u64,
     pub by: &'static str,
 }
 
-/// The smallest limit that holds for this process; none where the system tells nothing.
+/// The smallest limit that applies to this process; `None` if the system reports nothing.
 pub fn memory_limit() -> Option<MemoryLimit> {
     limit_under(Path::new("/"))
 }
 
-/// As [`memory_limit`], of a system whose files lie under `root`.
+/// As [`memory_limit`], with the system's files under `root`.
 fn limit_under(root: &Path) -> Option<MemoryLimit> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
     let physical =
@@ -26,20 +26,21 @@ fn limit_under(root: &Path) -> Option<MemoryLimit> {
     physical.into_iter().chain(group).min_by_key(|limit| limit.bytes)
 }
 
-/// The value of a line such as `MemTotal:    1234 kB` in bytes.
+/// The value of a line such as `MemTotal:    1234 kB`, in bytes.
 pub(super) fn kib(text: &str, key: &str) -> Option<u64> {
     let rest = text.lines().find_map(|line| line.strip_prefix(key))?;
     let number: u64 = rest.trim().strip_suffix("kB")?.trim().parse().ok()?;
     number.checked_mul(1024)
 }
 
-/// The limits of this process's control groups and of the groups around them, in both versions.
+/// The limits of this process's control groups and of all their parents, for cgroup versions 1 and
+/// 2.
 fn group_limits(root: &Path) -> impl Iterator<Item = u64> {
     let read = |name: &str| fs::read_to_string(root.join(name)).unwrap_or_default();
     let (groups, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));
     let mut files = Vec::new();
     for line in groups.lines() {
-        // number:controllers:path; version 2 has number 0 and names no controllers.
+        // number:controllers:path. Version 2 has number 0 and an empty list of controllers.
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
         let (name, file) = match controllers {
@@ -50,25 +51,27 @@ fn group_limits(root: &Path) -> impl Iterator<Item = u64> {
             _ => continue,
         };
         for mount in mounts.lines().filter_map(|line| Mount::of(line, name)) {
-            // A container may see a part of the tree alone, and its own group by its path outside.
+            // A container may see only a part of the tree, while its own group has the path outside
+            // the container.
             let within = Path::new(path).strip_prefix(&mount.root).unwrap_or(Path::new(""));
             let top = root.join(mount.at.strip_prefix("/").unwrap_or(&mount.at));
             files.extend(within.ancestors().map(|group| top.join(group).join(file)));
         }
     }
-    // `max`, or next to the largest number, is no limit.
+    // `max`, or a value close to the largest number, means no limit.
     files.into_iter().filter_map(|file| fs::read_to_string(file).ok()?.trim().parse().ok())
 }
 
-/// Where a tree of control groups is seen.
+/// The mount point of a control group hierarchy.
 struct Mount {
-    /// The group that is seen at its top.
+    /// The group at the top of the mount.
     root: PathBuf,
     at: PathBuf,
 }
 
 impl Mount {
-    /// A line of `mountinfo`, if it is of a file system `kind` that has the controller of memory.
+    /// Parses a line of `mountinfo`. Returns a mount only for a file system of type `kind` with the
+    /// memory controller.
     fn of(line: &str, kind: &str) -> Option<Self> {
         let (before, after) = line.split_once(" - ")?;
         let mut after = after.split(' ');
@@ -87,7 +90,7 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    /// A system with 16 GiB and these files.
+    /// The limit on a system with 16 GiB and these files.
     fn limit(files: &[(&str, &str)]) -> Option<MemoryLimit> {
         let folder = tempfile::tempdir().unwrap();
         for (name, text) in

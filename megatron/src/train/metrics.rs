@@ -1,4 +1,4 @@
-//! The numbers of a step, and the file of them: one JSON object a line.
+//! The metrics of a step, and their file: one JSON object per line.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufRead, BufReader, BufWriter, Read, Seek, Write};
@@ -9,10 +9,10 @@ use serde_json::{Map, Value, json};
 use super::memory::Peak;
 use crate::{Error, Result, files};
 
-/// One training step, as every rank knows it.
+/// The metrics of one training step; the same on every rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepMetrics {
-    /// Steps made so far, this one included.
+    /// Steps so far, including this one.
     pub iteration: u64,
     /// Steps of the whole run.
     pub train_iters: u64,
@@ -24,9 +24,9 @@ pub struct StepMetrics {
     pub lm_loss: f64,
     /// L2 norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// L2 norm of all parameters after this step, of steps that it was asked for.
+    /// L2 norm of all parameters after this step, if it was requested for this step.
     pub params_norm: Option<f64>,
-    /// Elements of the gradient that are zero, of steps that it was asked for.
+    /// Number of zero elements in the gradient, if it was requested for this step.
     pub num_zeros_in_grad: Option<f64>,
     /// Learning rate of this step.
     pub learning_rate: f64,
@@ -38,28 +38,28 @@ pub struct StepMetrics {
     pub elapsed_ms: f64,
     /// Tokens of the global batch per second.
     pub tokens_per_second: f64,
-    /// 10¹² floating-point operations per second and rank, by Megatron's count (6·B·S·…, recompute
-    /// not counted).
+    /// 10¹² floating-point operations per second and rank, by Megatron's count (6·B·S·…, without
+    /// recompute).
     pub tflops: f64,
-    /// Whether the update was left out because a gradient was not finite.
+    /// Whether the update was skipped because a gradient was not finite.
     pub skipped: bool,
-    /// Updates left out so far.
+    /// Skipped updates so far.
     pub skipped_iterations: u64,
-    /// Steps so far whose loss was not finite.
+    /// Steps with a non-finite loss so far.
     pub nan_iterations: u64,
-    /// Steps in a row, up to this one, whose loss or gradient was not finite; see
+    /// Consecutive steps, up to this one, with a non-finite loss or gradient; see
     /// [`Progress`](super::Progress).
     pub nonfinite_in_a_row: u64,
-    /// Largest memory of a rank so far.
+    /// Peak memory of a rank so far.
     pub memory: Peak,
 }
 
 /// One evaluation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvalMetrics {
-    /// Steps made so far.
+    /// Steps so far.
     pub iteration: u64,
-    /// Which part of the data: `validation` or `test`.
+    /// The part of the data: `validation` or `test`.
     pub split: String,
     /// Mean loss per unmasked token, in nats.
     pub lm_loss: f64,
@@ -73,7 +73,7 @@ impl EvalMetrics {
     }
 }
 
-/// A number as JSON; JSON has no NaN or infinity, so these are strings.
+/// A number as JSON. JSON has no NaN or infinity; these become strings.
 fn number(x: f64) -> Value {
     if x.is_finite() {
         json!(x)
@@ -87,7 +87,7 @@ fn number(x: f64) -> Value {
 }
 
 impl StepMetrics {
-    /// The object of this step in `metrics.jsonl`.
+    /// The JSON object of this step in `metrics.jsonl`.
     pub fn to_json(&self) -> Value {
         let mut object = json!({
             "iteration": self.iteration,
@@ -119,7 +119,7 @@ impl StepMetrics {
     }
 }
 
-/// Writes `metrics.jsonl`. One rank of a run owns the file.
+/// Writes `metrics.jsonl`. Only one rank of a run writes the file.
 #[derive(Debug)]
 pub struct MetricsWriter {
     path: PathBuf,
@@ -127,14 +127,14 @@ pub struct MetricsWriter {
 }
 
 impl MetricsWriter {
-    /// Opens `path` for a run that continues after `resumed_iteration` (0 for a fresh one). What a
-    /// previous run wrote up to that step stays; later lines, and a line cut short by a crash, are
-    /// removed. A fresh run moves another one's file aside, and tells where to. As long as the
-    /// writer lives, the file is its own: the lock is the operating system's.
+    /// Opens `path` for a run that continues after `resumed_iteration` (0 for a new run). The file
+    /// keeps the lines of an earlier run up to that step; later lines, and a line truncated by a
+    /// crash, are removed. A new run renames an existing file and returns the new name. The writer
+    /// holds an operating-system lock on the file as long as it lives.
     ///
     /// # Errors
-    /// If a run that goes on writes the file, there is one of something else, or it or its folder
-    /// cannot be created, read or written.
+    /// If another active run writes the file, if the file is not a metrics file, or if the file or
+    /// its folder cannot be created, read or written.
     pub fn open(path: &Path, resumed_iteration: u64) -> Result<(Self, Option<PathBuf>)> {
         if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
             std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
@@ -151,7 +151,7 @@ impl MetricsWriter {
                 file = open_own(path)?;
             }
         }
-        // A device (/dev/null) has no length to cut.
+        // A device (/dev/null) has no length to truncate.
         if file.metadata().is_ok_and(|m| m.is_file()) {
             file.set_len(keep).map_err(|e| Error::io("truncate", path, e))?;
             file.seek(std::io::SeekFrom::Start(keep)).map_err(|e| Error::io("seek in", path, e))?;
@@ -159,8 +159,8 @@ impl MetricsWriter {
         Ok((Self { path: path.to_path_buf(), file: BufWriter::new(file) }, aside))
     }
 
-    /// Copies the file at `path`, if [`open`](Self::open) would remove steps after
-    /// `resumed_iteration` from it, and tells where to.
+    /// Copies the file at `path` if [`open`](Self::open) would remove steps after
+    /// `resumed_iteration` from it. Returns the path of the copy.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -172,7 +172,7 @@ impl MetricsWriter {
         expect_metrics(path)?;
         let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
         let keep = kept_length(&file, resumed_iteration).map_err(|e| Error::io("read", path, e))?;
-        // What has nothing of this run's is moved aside as a whole.
+        // A file without lines of this run is renamed as a whole instead.
         if keep == 0 || keep == there.len() {
             return Ok(None);
         }
@@ -181,7 +181,7 @@ impl MetricsWriter {
         Ok(Some(copy))
     }
 
-    /// Appends the line of one step and hands it to the operating system.
+    /// Appends the line of one step and passes it to the operating system.
     ///
     /// # Errors
     /// If the line cannot be written, e.g. on a full disk.
@@ -202,8 +202,8 @@ impl MetricsWriter {
         }))
     }
 
-    /// Appends the last line of a run: `iteration` and `peak_memory`, the largest memory of each
-    /// rank in bytes.
+    /// Appends the last line of a run: `iteration` and `peak_memory`, the peak memory of each rank
+    /// in bytes.
     ///
     /// # Errors
     /// If the line cannot be written, e.g. on a full disk.
@@ -218,11 +218,12 @@ impl MetricsWriter {
     }
 }
 
-/// Opens a file, which is made where it is missing, for one run alone. Network file systems may
-/// know no locks; then it is opened all the same.
+/// Opens a file, or creates it, with an exclusive lock. Network file systems may not support locks;
+/// the file is then opened without one.
 fn open_own(path: &Path) -> Result<File> {
     let mut options = OpenOptions::new();
-    // Not a pipe: a full one would hold the run up, also where it is told to stop.
+    // A pipe is refused: writing to a full pipe would block the run, even when the run is told to
+    // stop.
     let file =
         files::open_to_write(path, options.read(true).write(true).create(true).truncate(false));
     let file = file.map_err(|e| Error::io("open", path, e))?;
@@ -237,14 +238,15 @@ fn open_own(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Asserts that the file's first line is one of metrics, or what a crash left of one.
+/// Checks that the file's first line is a line of metrics, or one that a crash truncated.
 fn expect_metrics(path: &Path) -> Result<()> {
-    // Of the lines of steps, evaluations and the end, as a crash may leave one.
+    // Beginnings of the lines of steps, evaluations and the run's end, which a crash may have
+    // truncated.
     const STARTS: [&[u8]; 3] = [b"{\"consumed_samples\"", b"{\"eval\"", b"{\"iteration\""];
     const LONGEST: u64 = 1 << 16;
     let mut line = Vec::new();
     let file = files::open(path).map_err(|e| Error::io("open", path, e))?;
-    // Lines of other files may be long.
+    // Files of other kinds may have very long lines.
     let read = BufReader::new(file).take(LONGEST).read_until(b'\n', &mut line);
     let read = read.map_err(|e| Error::io("read", path, e))? as u64;
     let is_cut_short = !line.ends_with(b"\n")
@@ -260,14 +262,14 @@ fn expect_metrics(path: &Path) -> Result<()> {
     )))
 }
 
-/// Renames `path` to a free name and returns that.
+/// Renames `path` to a free name and returns that name.
 fn move_aside(path: &Path) -> Result<PathBuf> {
     let free = free_name(path);
     std::fs::rename(path, &free).map_err(|e| Error::io("move aside", path, e))?;
     Ok(free)
 }
 
-/// The first free one of `path.1`, `path.2`, …
+/// The first of `path.1`, `path.2`, … that does not exist.
 fn free_name(path: &Path) -> PathBuf {
     let numbered = |number: u64| {
         let mut name = path.as_os_str().to_owned();
@@ -278,7 +280,7 @@ fn free_name(path: &Path) -> PathBuf {
     free.unwrap_or_else(|| numbered(0))
 }
 
-/// Bytes of the leading complete lines whose iteration is at most `last`.
+/// Number of bytes in the leading complete lines whose iteration is at most `last`.
 fn kept_length(file: &File, last: u64) -> std::io::Result<u64> {
     let mut reader = BufReader::new(file);
     let (mut length, mut line) = (0u64, Vec::new());
@@ -297,7 +299,7 @@ fn kept_length(file: &File, last: u64) -> std::io::Result<u64> {
 
 #[cfg(test)]
 impl StepMetrics {
-    /// A step as tests have it.
+    /// Metrics for tests.
     pub(super) fn example(iteration: u64) -> Self {
         Self {
             iteration,
@@ -409,7 +411,7 @@ mod tests {
             std::fs::write(&path, &text).unwrap();
             let (_, aside) = MetricsWriter::open(&path, 0).unwrap();
             assert_eq!(std::fs::read_to_string(&path).unwrap(), "");
-            // The other run's are kept.
+            // The files of the other runs are kept.
             let kept = folder.path().join(format!("metrics.jsonl.{earlier}"));
             assert_eq!(aside.as_deref(), Some(&*kept));
             assert_eq!(std::fs::read_to_string(kept).unwrap(), text);

@@ -1,4 +1,4 @@
-//! The training loop, and what it reports.
+//! The training loop and its reports.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -45,7 +45,7 @@
 //! # fn main() -> Result<()> {
 //! # let folder = tempfile::tempdir().unwrap();
 //! # let folder = folder.path();
-//! // `OneLinear` is a `ModelBuilder`, `Negate` a `SampleSource`; the crate's first page has such.
+//! // `OneLinear` is a `ModelBuilder`, `Negate` a `SampleSource`; see the crate's first page.
 //! let mut config = RunConfig {
 //!     model: ModelConfig { num_layers: 1, hidden_size: 4, ..Default::default() },
 //!     training: TrainingConfig { global_batch_size: 4, ..Default::default() },
@@ -59,7 +59,7 @@
 //! let third = trainer.step()?;
 //! assert!(third.lm_loss < first.lm_loss);
 //!
-//! // Two ranks go on from there, each with half of every batch.
+//! // Two ranks continue from there, each with half of every batch.
 //! config.parallel.data_parallel_size = 2;
 //! let resumed = threads::run(2, |world| {
 //!     let mut trainer = Trainer::new(&config, &OneLinear, world, &sources, &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! How a model presents itself to the trainer, and how a layout deals it to ranks.
+//! The interface of a model to the trainer, and the distribution of its layers over ranks.
 
 use std::ops::Range;
 
@@ -9,56 +9,57 @@ use crate::params::{ParamShare, ParamsBuilder, Placement};
 use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
 use crate::topology::{Axis, RankGrid};
 
-/// Which ends of the model a chunk holds.
+/// The ends of the model that a chunk holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ends {
-    /// The embedding.
+    /// Whether it holds the embedding.
     pub first: bool,
-    /// The final normalization, output matrix and loss.
+    /// Whether it holds the final normalization, output matrix and loss.
     pub last: bool,
 }
 
-/// Elements that a rank keeps of a token between a layer's forward and its backward.
+/// Elements per token that a rank saves between a layer's forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SavedActivations {
-    /// Where nothing but what selective recompute leaves out is computed again.
+    /// Without full recompute; selective recompute is taken into account.
     pub all: u64,
-    /// The layer's input alone.
+    /// With full recompute: the layer's input alone.
     pub input: u64,
 }
 
 /// Builds one rank's share of a model.
 ///
-/// A model must say how many layers it has and build its chunks. The rest is for those that
-/// partition by parameters or operations, delay weight gradients, or tell memory beforehand.
+/// A model must give its number of layers and build its chunks. The other methods serve
+/// partitioning by parameters or operations, delayed weight gradients, and the memory estimate.
 pub trait ModelBuilder {
-    /// What a checkpoint calls the model. Tools know `gpt` by its settings; of others they know the
-    /// tensors.
+    /// Name of the architecture in checkpoints. Tools know the settings of `gpt`; for other names
+    /// they know only the tensors.
     fn architecture(&self) -> &str {
         "custom"
     }
-    /// Layers between input and output.
+    /// Number of layers between input and output.
     fn num_layers(&self) -> usize;
     /// Builds the chunk with these layers and declares its parameters in forward order.
     ///
     /// # Errors
-    /// If the model cannot be cut this way.
+    /// If the model cannot be split this way.
     fn chunk(&self, ends: Ends, layers: Range<usize>, params: &mut ParamsBuilder) -> Result<Chunk>;
-    /// Parameters of every layer, for partitioning; by default all have as many.
+    /// Number of parameters of every layer, for partitioning. By default all layers have the same
+    /// number.
     fn layer_params(&self) -> Vec<u64> {
         vec![1; self.num_layers()]
     }
-    /// Parameters of the input and of the output, for partitioning.
+    /// Number of parameters of the input and of the output, for partitioning.
     fn end_params(&self) -> (u64, u64) {
         (0, 0)
     }
-    /// Operations of every layer, and of the output, for partitioning; in any unit.
+    /// Operations of every layer and of the output, for partitioning, in any unit.
     fn flops(&self) -> (Vec<u64>, u64) {
         (self.layer_params(), 0)
     }
-    /// What the passes of every layer cost, without full recompute, and those of the output, which
-    /// has no weight gradients of its own: they are made in its forward. By default forward, input
-    /// and weight gradients take as long.
+    /// The costs of the passes of every layer, without full recompute, and those of the output. The
+    /// output has no separate weight-gradient pass, because its forward computes them. By default
+    /// forward, input gradients and weight gradients have equal costs.
     fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
         let layer = ChunkCosts {
             forward: 1,
@@ -70,11 +71,11 @@ pub trait ModelBuilder {
         };
         (vec![layer; self.num_layers()], ChunkCosts::default())
     }
-    /// What a rank keeps of every token in a layer, at least; by default nothing is known.
+    /// Elements per token that a layer saves on a rank, at least. The default, 0, means unknown.
     fn saved_activations(&self) -> SavedActivations {
         SavedActivations { all: 0, input: 0 }
     }
-    /// Whether the output's matrix is the input's, as a tied token embedding is.
+    /// Whether the input and the output share one matrix, as with a tied token embedding.
     fn tied(&self) -> bool {
         false
     }
@@ -83,7 +84,7 @@ pub trait ModelBuilder {
 /// The chunks of pipeline stage `stage`, and their parameters in forward order.
 ///
 /// # Errors
-/// If the layers cannot be dealt to the stages, or the model cannot be cut this way.
+/// If the layers cannot be distributed over the stages, or the model cannot be split this way.
 pub(super) fn declare_stage(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
@@ -118,10 +119,10 @@ pub(super) fn layers_of_chunks(
     partition(&parallel.partition, &layer_weights, first_extra, last_extra, num_virtual_stages)
 }
 
-/// What the passes of each virtual stage cost.
+/// The costs of the passes of each virtual stage.
 ///
 /// # Errors
-/// If the layers cannot be dealt to the stages.
+/// If the layers cannot be distributed over the stages.
 pub(super) fn costs(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
@@ -137,11 +138,11 @@ pub(super) fn costs(
             for i in segment {
                 let mut layer = layers[range.start + i];
                 if again {
-                    // The output of a segment's last layer is not made again.
+                    // The output of a segment's last layer is not recomputed.
                     layer.input_gradients +=
                         if i + 1 == end { layer.recompute } else { layer.forward };
-                    // Of a whole segment its input is all that is kept, next to nothing beside what
-                    // its products need.
+                    // A recomputed segment saves only its input, which is negligible next to the
+                    // operands of delayed weight-gradient products.
                     layer.activations = 0;
                 }
                 sum = sum + layer;
@@ -152,19 +153,19 @@ pub(super) fn costs(
     Costs::new(parallel.pipeline_model_parallel_size, virtual_stages.collect())
 }
 
-/// Which rank of a layout writes what of a model's state: the plan of a checkpoint, made without
-/// the ranks.
+/// The plan of a checkpoint: which rank of a layout writes which part of a model's state. It can be
+/// made without running the ranks.
 pub struct Layout {
     grid: RankGrid,
-    /// Where parameters lie on the ranks of each pipeline stage.
+    /// Placement of the parameters on the ranks of each pipeline stage.
     stages: Vec<Placement>,
 }
 
 impl Layout {
-    /// The layout that a run under `parallel` has.
+    /// The layout of a run under `parallel`.
     ///
     /// # Errors
-    /// If the model cannot be cut this way.
+    /// If the model cannot be split this way.
     pub fn new(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Self> {
         let grid = RankGrid::from_config(parallel)?;
         let (replicas, tp) = (grid.num_replicas(), parallel.tensor_model_parallel_size);
@@ -176,13 +177,13 @@ impl Layout {
         Ok(Self { grid, stages })
     }
 
-    /// Ranks of the layout.
+    /// Number of ranks.
     pub fn world_size(&self) -> usize {
         self.grid.world()
     }
 
-    /// What a rank writes of each parameter, and of each tensor of its optimizer state, in the
-    /// order of its file.
+    /// The elements that a rank writes of each parameter and of each tensor of its optimizer state,
+    /// in the order of its file.
     pub fn written(&self, rank: usize) -> Vec<ParamShare> {
         let at = self.grid.coords(rank);
         let replica = (self.grid.replica(rank), self.grid.num_replicas());
@@ -195,7 +196,7 @@ mod tests {
     use super::*;
     use crate::config::{RecomputeMethod, valid};
 
-    /// Layer i of five costs 10ⁱ times the first.
+    /// Layer i of five costs 10ⁱ times as much as the first.
     struct Layers;
 
     impl ModelBuilder for Layers {
@@ -235,8 +236,8 @@ mod tests {
         parallel.partition = PartitionMethod::Uniform;
         let full = |method, num_layers| Recompute::Full { method, num_layers };
         let [uniform, block] = [RecomputeMethod::Uniform, RecomputeMethod::Block];
-        // Three layers on the first stage, two on the second: time of input gradients and memory of
-        // activations.
+        // Three layers on the first stage, two on the second. Values: time of input gradients and
+        // memory of activations.
         for (recompute, first, second) in [
             (Recompute::None, (444, 555), (44_000, 55_000)),
             (Recompute::Selective, (444, 555), (44_000, 55_000)),

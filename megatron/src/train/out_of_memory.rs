@@ -1,4 +1,4 @@
-//! What to say, and to do, when a device's memory is used up.
+//! Explains errors about exhausted device memory.
 
 use candle_core::Device;
 use kernels::tensor::device::{Memory, memory};
@@ -8,11 +8,11 @@ use crate::config::{
     MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig,
 };
 
-/// What a rank keeps from step to step: what it is, and its bytes.
+/// The memory that a rank keeps from step to step: uses and their bytes.
 pub(super) type MemoryByUse = Vec<(&'static str, usize)>;
 
-/// `error`, if it says that a device had too little memory, with what holds the rest and which
-/// flags need less; other errors as they are. `kept` is empty where the rank was still being built.
+/// If `error` reports exhausted device memory, adds what holds the rest of it and which flags
+/// reduce the need. Returns other errors unchanged. `kept` is empty while the rank is being built.
 pub(super) fn explain(
     error: Error,
     config: &RunConfig,
@@ -41,7 +41,7 @@ fn gib(bytes: usize) -> String {
     format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
-/// What holds a rank's memory.
+/// Describes the uses of a rank's memory.
 fn holders(kept: &MemoryByUse, memory: Option<Memory>) -> String {
     let mut parts: Vec<String> = kept
         .iter()
@@ -55,8 +55,8 @@ fn holders(kept: &MemoryByUse, memory: Option<Memory>) -> String {
     format!("Held by: {}", parts.join(", "))
 }
 
-/// Flags that make a rank need less, what costs least first. While it is built (`states`), of
-/// activations there are none yet.
+/// Flags that reduce a rank's memory, cheapest first. While the rank is being built (`states`),
+/// there are no activations yet.
 fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     let (p, t) = (&config.parallel, &config.training);
     let mut flags = Vec::new();
@@ -83,7 +83,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
             Recompute::Full { .. } => {}
         }
         let heads = config.model.num_query_groups / p.tensor_model_parallel_size.max(1);
-        // As the next layout that can be cut so: twice as many ranks.
+        // The next larger layout that divides evenly has twice as many ranks.
         let divide = heads.is_multiple_of(2 * cp) && config.model.seq_length.is_multiple_of(2 * cp);
         if divide && !t.enable_cuda_graph {
             flags.push(format!(
@@ -172,7 +172,7 @@ mod tests {
         config.parallel.context_parallel_size =
             config.model.num_query_groups / config.parallel.tensor_model_parallel_size;
         assert_eq!(advice(&config, false).len(), 2, "there are no more heads to deal");
-        // While the rank is built, activations hold nothing.
+        // While the rank is being built, activations take no memory.
         assert_eq!(advice(&config, true).len(), 1);
     }
 

@@ -1,4 +1,4 @@
-//! The settings that a checkpoint records of the run that wrote it.
+//! The settings of the run that wrote a checkpoint, as the checkpoint records them.
 
 use std::path::Path;
 
@@ -12,28 +12,28 @@ use crate::config::{
     TrainingConfig,
 };
 
-/// Settings by section, as far as the checkpoint has them: one that was imported has its model
-/// alone, one of an earlier version may lack a section.
+/// The recorded settings by section. An imported checkpoint has only its model, and a checkpoint of
+/// an earlier version may lack a section.
 #[derive(Clone, Debug)]
 pub struct RecordedRun {
     /// The architecture.
     pub model: ModelConfig,
-    /// The layout it ran under; a run may resume under another.
+    /// The layout of the run; a resumed run may use another one.
     pub parallel: Option<ParallelConfig>,
-    /// What it read.
+    /// The data that the run read.
     pub data: Option<DataConfig>,
     /// Batch, length, seed, precision.
     pub training: Option<TrainingConfig>,
     /// The optimizer and its schedules.
     pub optimizer: Option<OptimizerConfig>,
-    /// What it saved where.
+    /// Where and when the run saved checkpoints.
     pub checkpoint: Option<CheckpointConfig>,
-    /// What it reported.
+    /// The reports of the run.
     pub logging: Option<LoggingConfig>,
 }
 
 impl RecordedRun {
-    /// Reads them from the state in the manifest of the checkpoint at `path`.
+    /// Reads the settings from the state in the manifest of the checkpoint at `path`.
     ///
     /// # Errors
     /// If the state has no model.
@@ -50,7 +50,7 @@ impl RecordedRun {
         })
     }
 
-    /// The sections that are not there.
+    /// The sections that the checkpoint lacks.
     pub fn lacks(&self) -> Vec<&'static str> {
         let sections = [
             ("[parallel]", self.parallel.is_none()),
@@ -64,7 +64,8 @@ impl RecordedRun {
     }
 }
 
-/// Through the type, so that settings that are newer than the checkpoint have their defaults.
+/// Deserializes to the type, so that settings that are newer than the checkpoint get their
+/// defaults.
 fn section<T: DeserializeOwned>(state: &Value, name: &str) -> Option<T> {
     state.pointer(&format!("/config/{name}")).and_then(|value| T::deserialize(value).ok())
 }

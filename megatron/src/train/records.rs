@@ -1,4 +1,4 @@
-//! What a run writes down of its steps and evaluations.
+//! The files in which a run records its steps and evaluations.
 
 use super::metrics::{EvalMetrics, MetricsWriter, StepMetrics};
 use super::progress::Progress;
@@ -7,22 +7,22 @@ use super::tensorboard::{self, TensorboardWriter};
 use crate::config::RunConfig;
 use crate::{Error, Result};
 
-/// The files of metrics and events that one rank of a run owns, as far as they were asked for. The
-/// others' are none.
+/// The requested files of metrics and events. One rank of a run writes them; on the other ranks
+/// both are `None`.
 #[derive(Debug, Default)]
 pub struct Records {
     metrics: Option<MetricsWriter>,
     tensorboard: Option<TensorboardWriter>,
-    /// What was given up, and why.
+    /// The files that were given up, and the reasons.
     lost: Vec<String>,
 }
 
 impl Records {
-    /// Opens the files of a run that goes on after `done`, and, if it `goes_back`, leaves a later
-    /// checkpoint behind.
+    /// Opens the files of a run that continues after `done`. `goes_back` means that a checkpoint of
+    /// a later step exists.
     ///
     /// # Errors
-    /// If one cannot be written to, or the file of metrics is one of something else.
+    /// If a file cannot be written, or the metrics file contains something else.
     pub fn open(
         run: &RunConfig,
         done: &Progress,
@@ -61,8 +61,8 @@ impl Records {
         Ok(records)
     }
 
-    /// Opens the file of metrics of a run that makes no step, behind what is there. Curves of
-    /// TensorBoard are left as they are.
+    /// Opens the metrics file of a run without steps and appends to it. TensorBoard curves stay
+    /// unchanged.
     ///
     /// # Errors
     /// As [`Records::open`].
@@ -73,12 +73,12 @@ impl Records {
         Ok(Self { metrics: metrics.map(|(writer, _)| writer), ..Self::default() })
     }
 
-    /// Writes down a step.
+    /// Records a step.
     pub fn step(&mut self, step: &StepMetrics, reporter: &mut dyn Reporter) {
         self.each(reporter, step.iteration, |file| file.step(step), |events| events.step(step));
     }
 
-    /// Writes down an evaluation that was made after `consumed_samples`.
+    /// Records an evaluation after `consumed_samples` samples.
     pub fn eval(
         &mut self,
         result: &EvalMetrics,
@@ -89,14 +89,14 @@ impl Records {
         self.each(reporter, result.iteration, |file| file.eval(result), of_events);
     }
 
-    /// Leaves nothing behind in memory after step `iteration`, before what takes longer than a
+    /// Flushes everything up to step `iteration`, before an operation that takes longer than a
     /// step.
     pub fn flush(&mut self, iteration: u64, reporter: &mut dyn Reporter) {
         self.each(reporter, iteration, |_| Ok(()), TensorboardWriter::flush);
     }
 
-    /// Writes down the end of the run, and the largest memory of each rank in bytes; tells again of
-    /// what could not be written.
+    /// Records the end of the run and the peak memory of each rank in bytes. Reports again which
+    /// files could not be written.
     pub fn finish(&mut self, iteration: u64, memory_by_rank: &[u64], reporter: &mut dyn Reporter) {
         self.each(
             reporter,
@@ -109,8 +109,8 @@ impl Records {
         }
     }
 
-    /// Has the files written to. One that cannot be, as on a full disk, is given up, and the
-    /// reporter tells so: a run that trains and saves does not end for what it reports.
+    /// Writes to each file. A file that cannot be written, for example on a full disk, is given up
+    /// and the reporter is told: a failing log must not end training.
     fn each(
         &mut self,
         reporter: &mut dyn Reporter,
@@ -141,7 +141,7 @@ mod tests {
     use crate::config::valid;
     use crate::train::Profile;
 
-    /// Keeps what it is told.
+    /// Collects the messages.
     #[derive(Default)]
     struct Told(Vec<String>);
 

@@ -1,4 +1,4 @@
-//! What a training loop tells its surroundings while it runs.
+//! The interface through which a training loop reports its progress.
 //!
 //! ```
 //! use std::path::Path;
@@ -83,10 +83,10 @@ use std::path::Path;
 
 use super::{EvalMetrics, Profile, StepMetrics};
 
-/// Receives the progress of a run. One rank of a run has a reporter that shows something; the
-/// others' may ignore it all.
+/// Receives the progress of a run. Usually one rank has a reporter with output; the reporters of
+/// other ranks may ignore all calls.
 pub trait Reporter: Send {
-    /// The run has `train_iters` steps, of which `done` were made before it was resumed.
+    /// The run has `train_iters` steps; `done` of them were completed before it was resumed.
     fn start(&mut self, done: u64, train_iters: u64);
     /// A step ended.
     fn step(&mut self, metrics: &StepMetrics);
@@ -94,9 +94,9 @@ pub trait Reporter: Send {
     fn eval(&mut self, metrics: &EvalMetrics);
     /// A checkpoint of `iteration` is complete in `path`.
     fn checkpoint(&mut self, iteration: u64, path: &Path);
-    /// What the profiled steps spent their time on.
+    /// The profile of the recorded steps.
     fn profile(&mut self, profile: &Profile);
-    /// Anything else a user should read, as one line.
+    /// Any other message to the user, in one line.
     fn message(&mut self, text: &str);
 }
 

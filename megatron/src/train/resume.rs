@@ -1,4 +1,4 @@
-//! How a run goes on from a checkpoint, and what it tells of that.
+//! Resumes a run from a checkpoint and reports differences.
 
 use super::progress::Progress;
 use super::report::Reporter;
@@ -9,11 +9,12 @@ use crate::checkpoint::{self, Later};
 use crate::config::{RunConfig, Takes};
 use crate::{Error, Result};
 
-/// The samples that a run reads of its training data until its end. A run that went on with shorter
-/// sequences reads as many more as the tokens before make now; orders are drawn for all of them.
+/// The number of training samples that a run reads until its end. A run that continued with shorter
+/// sequences counts the tokens of earlier steps in samples of the present length. The order of
+/// samples is drawn for this number.
 ///
 /// # Errors
-/// If the checkpoint it goes on from cannot be read.
+/// If the checkpoint to continue from cannot be read.
 pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
     let samples = config.training.samples();
     let Some(path) = checkpoint::to_load(&config.checkpoint)?
@@ -28,9 +29,9 @@ pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
 }
 
 impl Trainer {
-    /// Loads the checkpoint that the run goes on from, if there is one, and reports what is to be
-    /// known of it. Whether the run goes back: there is a later checkpoint than the one it goes on
-    /// from, which was passed by. Collective over the world.
+    /// Loads the checkpoint that the run continues from, if there is one, and reports differences.
+    /// Returns whether the run goes back: whether it skipped a later checkpoint than the one it
+    /// continues from. Collective over the world.
     pub(super) fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<bool> {
         preflight(&self.config)?;
         let Some(path) = checkpoint::to_load(&self.config.checkpoint)? else {
@@ -45,7 +46,7 @@ impl Trainer {
         let given = self.config.clone();
         self.load(&path)?;
         let consumed = self.progress.consumed_samples;
-        // Steps made so far may have had another global batch.
+        // Earlier steps may have had another global batch size.
         let training = &mut self.config.training;
         if let Some(samples) = training.train_samples {
             training.train_iters = self.progress.iteration + training.steps_left(consumed, samples);
@@ -94,7 +95,7 @@ impl Trainer {
         Ok(later.is_some_and(|later| later.latest > manifest.iteration))
     }
 
-    /// What to say of checkpoints that lie before a run which goes back, since it comes by them.
+    /// The message about later checkpoints that a run which goes back will replace.
     fn replaces(&self, later: &Later) -> Option<String> {
         let RunConfig { training, checkpoint, .. } = &self.config;
         let now = self.progress.iteration;
@@ -124,8 +125,8 @@ impl Trainer {
                 steps(replaced.len())
             );
         }
-        // Beside the newest, which this run saves at its end, retention looks at all that are
-        // older.
+        // Retention looks at all checkpoints older than the newest one, which this run saves at its
+        // end.
         let saved_after = |step: u64| match checkpoint.save_interval {
             Some(interval @ 1..) => end.div_ceil(interval) - step / interval,
             _ => 1,
@@ -162,13 +163,13 @@ impl Trainer {
         Some(text)
     }
 
-    /// What to say of a learning rate whose decay, given in steps, is shorter than the run since
-    /// the steps before had more samples.
+    /// The message that the learning-rate decay, which was given in steps, ends before the run,
+    /// because earlier steps had more samples.
     fn early_end_of_decay(&self) -> Option<String> {
         let Progress { iteration, consumed_samples, applied_samples, .. } = self.progress;
         let training = &self.config.training;
         let batch = training.global_batch_size as u64;
-        // Beside batches that grow, a decay is given in samples.
+        // With a batch-size ramp-up, the decay is given in samples.
         if consumed_samples == iteration.saturating_mul(batch) || training.rampup.is_some() {
             return None;
         }
@@ -188,7 +189,7 @@ fn steps(count: usize) -> &'static str {
     if count == 1 { "step" } else { "steps" }
 }
 
-/// "A, B and C"; of many the first.
+/// "A, B and C"; of a long list only the first ones.
 fn listed(iterations: &[u64]) -> String {
     const MOST: usize = 10;
     let shown: Vec<String> = iterations.iter().take(MOST).map(u64::to_string).collect();

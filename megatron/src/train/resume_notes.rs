@@ -1,9 +1,10 @@
-//! What a resumed run's settings change of the run that wrote the checkpoint: a note for each, with
-//! both values.
+//! Compares a resumed run's settings with those of the run that wrote the checkpoint. Each
+//! difference gives a note with both values.
 //!
-//! A checkpoint records the settings it was made with. What older ones do not have is not compared.
-//! Where the learning rate, its schedule and the weight decay come from is Megatron-LM's
-//! `OptimizerParamScheduler._check_and_set`, which ends the run where we note a change.
+//! A checkpoint records the settings of its run. Settings that an older checkpoint lacks are not
+//! compared. For the learning rate, its schedule and the weight decay this follows Megatron-LM's
+//! `OptimizerParamScheduler._check_and_set`, but Megatron-LM ends the run where this code writes a
+//! note.
 
 use serde_json::{Map, Value, json};
 
@@ -13,8 +14,8 @@ use crate::config::parse_split;
 use crate::config::{DataloaderType, DecayStyle, OptimizerKind, RunConfig, SchedulerOf};
 use crate::optim::LrSchedule;
 
-/// A note for each setting of `ours` that is another one than in a checkpoint's `state` and changes
-/// how training goes on after `progress`.
+/// A note for each setting of `ours` that differs from the setting in a checkpoint's `state` and
+/// affects training after `progress`.
 ///
 /// # Errors
 /// If the settings cannot be expressed in JSON.
@@ -41,14 +42,14 @@ pub fn changed(
     Ok(notes)
 }
 
-/// The settings of both runs.
+/// The settings of the checkpoint's run (`theirs`) and of this run (`ours`).
 struct Pair<'a> {
     theirs: &'a Value,
     ours: &'a Value,
 }
 
 impl Pair<'_> {
-    /// Their value and ours, if they differ.
+    /// Both values, theirs first, if they differ.
     fn at(&self, pointer: &str) -> Option<(&Value, &Value)> {
         let (theirs, ours) = (self.theirs.pointer(pointer)?, self.ours.pointer(pointer)?);
         (!same(theirs, ours)).then_some((theirs, ours))
@@ -67,12 +68,12 @@ impl Pair<'_> {
         of.pointer(pointer)?.as_u64()
     }
 
-    /// Whether a setting has this value here or there.
+    /// Whether a setting has this value in either run.
     fn either(&self, pointer: &str, value: &Value) -> bool {
         [self.theirs, self.ours].iter().any(|run| run.pointer(pointer) == Some(value))
     }
 
-    /// The settings of the schedule that differ and count, with the names of their flags.
+    /// The schedule settings that differ and matter, with the names of their flags.
     fn schedule(&self) -> Vec<(&str, &Value, &Value)> {
         let keys =
             self.ours.get("optimizer").and_then(Value::as_object).into_iter().flat_map(Map::keys);
@@ -82,7 +83,7 @@ impl Pair<'_> {
             .collect()
     }
 
-    /// Whether a setting of the schedule changes anything.
+    /// Whether a schedule setting has an effect.
     fn counts(&self, key: &str) -> bool {
         let style = |style: DecayStyle| json!(style);
         match key {
@@ -97,7 +98,7 @@ impl Pair<'_> {
     }
 }
 
-/// The flag of a setting of the schedule.
+/// The flag of a schedule setting.
 fn flag(key: &str) -> &str {
     match key {
         "decay_style" => "lr_decay_style",
@@ -107,7 +108,7 @@ fn flag(key: &str) -> &str {
         "wsd_decay_style" => "lr_wsd_decay_style",
         "warmup_init" => "lr_warmup_init",
         "weight_decay_increase" => "weight_decay_incr_style",
-        // Others have their flags' names.
+        // For other settings the flag has the same name.
         key => key,
     }
 }
@@ -125,15 +126,15 @@ fn show(value: &Value) -> String {
     }
 }
 
-/// Lengths of the schedule, which follow from the run's length and batch unless they are given.
+/// Lengths of the schedule. By default they follow from the run's length and batch size.
 const LENGTHS: [(&str, &str); 3] = [
     ("decay_samples", "the learning rate's decay ends after"),
     ("warmup_samples", "the learning rate's warm-up ends after"),
     ("wsd_decay_samples", "the learning rate's annealing lasts"),
 ];
 
-/// The run's length and its batch, with what they do to the schedule. A length alone matters by
-/// that alone.
+/// Notes on the run's length and batch size, with their effects on the schedule. A different length
+/// is noted only if it has such an effect.
 fn length_and_batch(pair: &Pair<'_>, ours: &RunConfig) -> Vec<String> {
     let mut lengths = Vec::new();
     for (key, what) in LENGTHS.iter().filter(|(key, _)| pair.counts(key)) {
@@ -159,7 +160,7 @@ fn length_and_batch(pair: &Pair<'_>, ours: &RunConfig) -> Vec<String> {
             lengths.clear();
         }
     }
-    // They were given as such.
+    // These lengths were set explicitly.
     notes.extend(lengths.into_iter().map(|length| format!("note: {length} as in the checkpoint")));
     notes
 }
@@ -173,7 +174,7 @@ fn batch(pair: &Pair<'_>) -> Vec<String> {
     BATCH.into_iter().filter_map(|(pointer, key)| pair.note(pointer, key, "")).collect()
 }
 
-/// A note for each setting of the schedule but its lengths.
+/// A note for each schedule setting except the lengths.
 fn schedule_notes(pair: &Pair<'_>) -> Vec<String> {
     let lengths = LENGTHS.map(|(key, _)| flag(key));
     let others = pair.schedule().into_iter().filter(|(key, ..)| !lengths.contains(key));
@@ -184,7 +185,7 @@ fn schedule_notes(pair: &Pair<'_>) -> Vec<String> {
         .collect()
 }
 
-/// As Megatron-LM says it under `--override-opt-param-scheduler`.
+/// The lines that Megatron-LM prints under `--override-opt-param-scheduler`.
 fn overriding_lines(pair: &Pair<'_>) -> Vec<String> {
     let line = |(key, theirs, ours): (&str, &Value, &Value)| {
         format!("this run's {key}, {}, overrides the checkpoint's, {}", show(ours), show(theirs))
@@ -192,7 +193,7 @@ fn overriding_lines(pair: &Pair<'_>) -> Vec<String> {
     pair.schedule().into_iter().map(line).collect()
 }
 
-/// As Megatron-LM says it under `--use-checkpoint-opt-param-scheduler`.
+/// The lines that Megatron-LM prints under `--use-checkpoint-opt-param-scheduler`.
 fn taken_lines(pair: &Pair<'_>) -> Vec<String> {
     let line = |(key, theirs, ours): (&str, &Value, &Value)| {
         format!(
@@ -204,7 +205,7 @@ fn taken_lines(pair: &Pair<'_>) -> Vec<String> {
     pair.schedule().into_iter().map(line).collect()
 }
 
-/// What the changes come to: the rate of the next step by this run's schedule, and by the
+/// The effect of the changes: the next step's rate under this run's schedule and under the
 /// checkpoint's.
 fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<String> {
     let settings = pair.theirs.get("optimizer")?.as_object()?;
@@ -223,7 +224,8 @@ fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<S
     ))
 }
 
-/// Megatron's orders, and blends, are drawn for as many samples as the run reads.
+/// Orders of Megatron data sets, and blends, are drawn for the number of samples that the run
+/// reads.
 fn order_of_samples(pair: &Pair<'_>, ours: &RunConfig) -> Option<String> {
     let samples = |run: &Value| {
         let by_steps = || {
@@ -267,7 +269,7 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
     let has_other_split = pair.at("/data/split").is_some_and(|(theirs, ours)| {
         match (theirs.as_str(), ours.as_str()) {
             (Some(theirs), Some(ours)) => match (parse_split(theirs), parse_split(ours)) {
-                // 969,30,1 is 0.969,0.03,0.001.
+                // 969,30,1 means 0.969,0.03,0.001.
                 (Ok(theirs), Ok(ours)) => {
                     theirs.iter().zip(ours).any(|(theirs, ours)| (theirs - ours).abs() > 1e-9)
                 }

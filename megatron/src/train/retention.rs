@@ -1,4 +1,5 @@
-//! Old checkpoints go when a newer one is complete (`--save-retain-interval`, `--most-recent-k`).
+//! Removes old checkpoints after a newer one is complete (`--save-retain-interval`,
+//! `--most-recent-k`).
 
 use super::report::Reporter;
 use super::state;
@@ -7,10 +8,10 @@ use crate::checkpoint;
 use crate::config::Retention;
 
 impl Trainer {
-    /// Removes, on rank 0, the checkpoints that do not stay beside that of step `newest`, which is
-    /// complete. What cannot be removed stays, and is told of: training needs the room, if at all,
-    /// at the next save. While steps are not finite all stay: a run that diverges goes on from one
-    /// of before.
+    /// On rank 0, removes the checkpoints that retention does not keep next to that of step
+    /// `newest`, which is complete. A checkpoint that cannot be removed stays and is reported; the
+    /// run continues, because it needs the room at the next save at the earliest. While steps are
+    /// not finite all checkpoints stay: a diverged run restarts from an earlier one.
     pub(super) fn remove_old_checkpoints(&self, newest: u64, reporter: &mut dyn Reporter) {
         let config = &self.config.checkpoint;
         let Some(dir) = config.save.as_ref().filter(|_| config.retention != Retention::default())
@@ -20,7 +21,8 @@ impl Trainer {
         if self.groups.world.rank() != 0 || self.is_amid_nonfinite_steps() {
             return;
         }
-        // One that is named by its step would be loaded by the same command again.
+        // A checkpoint that `ckpt_step` names is kept, because the same command would load it
+        // again.
         let loaded = config.load.as_ref().map(|load| match config.ckpt_step {
             Some(step) => checkpoint::iteration_dir(load, step),
             None => load.clone(),

@@ -16,26 +16,25 @@ use crate::config::{CheckpointConfig, DataloaderType, RunConfig, Takes};
 use crate::data::Loader;
 use crate::{Error, Result, checkpoint};
 
-/// Why a run ended.
+/// The reason why a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// All steps are made.
+    /// All steps are done.
     Finished,
     /// `exit_interval` was reached.
     ExitInterval,
     /// `exit_duration_in_mins` was reached.
     ExitDuration,
-    /// A signal asked for it; the state was saved if the run saves at all.
+    /// A signal requested it. The state was saved if the run saves checkpoints.
     Interrupted,
 }
 
-/// Finds, before any rank starts, what would keep a run from loading its checkpoint or saving its
-/// own.
+/// Checks, before any rank starts, that the run can load its checkpoint and save its own.
 ///
 /// # Errors
-/// If `load` holds a damaged checkpoint or one of another architecture or optimizer, or `save`
-/// holds a checkpoint that this run does not continue, or a manifest cannot record a path of this
-/// run.
+/// If `load` holds a damaged checkpoint or one of another architecture or optimizer, if `save`
+/// holds a checkpoint that this run does not continue, or if a manifest cannot record a path of
+/// this run.
 pub fn preflight(config: &RunConfig) -> Result<()> {
     let CheckpointConfig { save, load, takes, .. } = &config.checkpoint;
     let found = checkpoint::to_load(&config.checkpoint)?;
@@ -68,14 +67,14 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     }
     let Some(dir) = save else { return Ok(()) };
     state::require_utf8(config)?;
-    // The folder around an earlier checkpoint is gone on with, too.
+    // A run that loads an earlier checkpoint also continues the folder around it.
     let lies_there = match &found {
         Some(path) => checkpoint::same_folder(&checkpoint::checkpoints_folder(path)?, dir),
         None => load.as_ref().is_some_and(|load| checkpoint::same_folder(load, dir)),
     };
     let continues = *takes != Takes::Weights && lies_there;
     if !continues && let Some(path) = checkpoint::existing(dir)? {
-        // Nobody is told to remove what is loaded.
+        // The advice does not tell the user to remove the checkpoint that is loaded.
         let others = if lies_there {
             String::new()
         } else {
@@ -92,15 +91,15 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
     Ok(())
 }
 
-/// Whether step `iteration` is one of every `interval`.
+/// Whether step `iteration` is a multiple of `interval`.
 pub(super) fn is_due(iteration: u64, interval: Option<u64>) -> bool {
     interval.is_some_and(|n| n > 0 && iteration.is_multiple_of(n))
 }
 
 impl Trainer {
     /// Resumes from `[checkpoint] load` if it holds a checkpoint, then trains to the end. `stop`
-    /// may be set at any time, on any rank: all ranks save and stop after the step, or within the
-    /// evaluation, in which one of them saw it. Whoever saves holds the folder's
+    /// may be set at any time, on any rank. All ranks then save and stop after the current step, or
+    /// within the current evaluation. A rank that saves holds the folder's
     /// [`lock_folder`](checkpoint::lock_folder). Collective over the world.
     ///
     /// # Errors
@@ -134,7 +133,7 @@ impl Trainer {
             let iteration = self.progress.iteration + 1;
             let due = |interval| is_due(iteration, interval);
             profiler.before(self)?;
-            // A profile shows steps one by one.
+            // A profile must show each step separately.
             let reads_at_once = self.reads_at_once(iteration)
                 || [0, 1].map(|n| profiler.records(iteration + n)).contains(&true);
             let skips = self.skips_next();
@@ -179,11 +178,11 @@ impl Trainer {
                     .iter()
                     .for_each(|dir| reporter.message(&self.not_saved(dir)));
             }
-            // One line for all steps in a row.
+            // One message for all consecutive steps.
             withheld = self.is_amid_nonfinite_steps() && (withheld || withholds);
             if (saves && !withholds) || exit || interrupted {
-                // Behind the last step there is nothing to go on with, so that none is left to be
-                // waited for.
+                // The checkpoint after the last step is saved synchronously, because no further
+                // work could overlap with it.
                 saved_at = self.save_and_report(
                     self.config.checkpoint.async_save && !ends,
                     reporter,
@@ -237,7 +236,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Whether something follows step `iteration` that has to see its results.
+    /// Whether an action follows step `iteration` that needs its results.
     fn reads_at_once(&self, iteration: u64) -> bool {
         let RunConfig { training, checkpoint, logging, .. } = &self.config;
         let due = |interval| is_due(iteration, interval);
@@ -247,12 +246,12 @@ impl Trainer {
                 .any(due)
     }
 
-    /// Reports a step; `memory` is the largest of a rank when that was asked last, if it was.
+    /// Reports a step. `memory` is the last known peak memory of a rank, if it was measured.
     /// Collective over the world.
     ///
     /// # Errors
-    /// If the step is one too many that was not finite; a checkpoint that is being written is
-    /// finished before.
+    /// If too many consecutive steps were not finite. A checkpoint that is being written is
+    /// completed first.
     fn report_step(
         &mut self,
         mut step: StepMetrics,
@@ -280,7 +279,8 @@ impl Trainer {
         }
     }
 
-    /// Saves, or begins to, once an earlier checkpoint is written; the iteration that is saved.
+    /// Saves, or with `meanwhile` begins to save, after the previous checkpoint is written. Returns
+    /// the iteration that is saved.
     fn save_and_report(
         &mut self,
         meanwhile: bool,
@@ -301,7 +301,7 @@ impl Trainer {
         Ok(self.progress.iteration)
     }
 
-    /// Waits for the checkpoint that is being written, if there is one.
+    /// Waits for the checkpoint that is being written, if any.
     fn finish_and_report(&mut self, reporter: &mut dyn Reporter) -> Result<()> {
         let saved = self.finish_save()?;
         if let (Some(iteration), Some(dir)) = (saved, &self.config.checkpoint.save) {
@@ -311,7 +311,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// What to say of evaluations that were asked for where there is nothing to evaluate.
+    /// The message that evaluations were requested but there is no data to evaluate.
     fn no_evaluation(&self) -> Option<String> {
         let logging = &self.config.logging;
         let interval = logging.eval_interval?;
@@ -326,7 +326,7 @@ impl Trainer {
         Some(format!("note: --eval-interval {interval} evaluates nothing: {why}"))
     }
 
-    /// False if `stop` cut it short.
+    /// Returns false if `stop` ended it early.
     pub(super) fn validate(
         &self,
         stop: &AtomicBool,
@@ -342,9 +342,9 @@ impl Trainer {
         )
     }
 
-    /// The sample of the validation data with which this step's evaluation begins. Megatron's
-    /// orders go on where the last evaluation ended (`consumed_valid_samples`), which the step
-    /// tells; ours begin anew, so that evaluations of a run compare like with like.
+    /// The index of the validation sample at which this step's evaluation begins. Megatron's orders
+    /// continue where the last evaluation ended (`consumed_valid_samples`), which follows from the
+    /// step. Our orders restart, so that all evaluations of a run use the same samples.
     fn validated(&self) -> u64 {
         let RunConfig { data, logging, training, .. } = &self.config;
         match (data.dataloader_type, logging.eval_interval) {
@@ -358,8 +358,8 @@ impl Trainer {
         }
     }
 
-    /// Evaluates a split from a sample on; false if `stop`, set on any rank, cut it short, which is
-    /// then not reported.
+    /// Evaluates a split from sample `first` on and reports the result. Returns false, without a
+    /// report, if `stop` was set on any rank.
     pub(super) fn report_evaluation(
         &self,
         loader: Option<&Loader>,
@@ -382,8 +382,8 @@ impl Trainer {
         Ok(true)
     }
 
-    /// Largest memory of every rank so far, in bytes: of tensors (on the CPU resident), and
-    /// reserved for them, where they are on GPUs.
+    /// Peak memory of every rank so far, in bytes: memory that tensors held (on the CPU, the
+    /// resident set), and on GPUs the memory reserved for tensors.
     fn memory_by_rank(&self) -> Result<(Vec<u64>, Option<Vec<u64>>)> {
         let world = &self.groups.world;
         let mine = peak_memory_of(&self.stage().device);

@@ -1,4 +1,4 @@
-//! What a trainer's checkpoints hold: written at once, or while training goes on, and read again.
+//! A trainer's checkpoints: saved synchronously or while training continues, and loaded.
 
 use std::path::{Path, PathBuf};
 
@@ -14,20 +14,20 @@ use crate::params::{ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
 impl Trainer {
-    /// This rank's share of weights and optimizer state; over all ranks every logical element
-    /// exactly once.
+    /// This rank's share of weights and optimizer state. Over all ranks every logical element
+    /// occurs exactly once.
     ///
     /// # Errors
-    /// If a view cannot be made.
+    /// If a view cannot be created.
     pub fn owned_shards(&self) -> Result<Vec<ShardRef>> {
         self.optimizer.shards(&self.stage.params, true)
     }
 
-    /// Writes a checkpoint of the present state. Collective over the world.
+    /// Writes a checkpoint of the current state. Collective over the world.
     ///
     /// # Errors
     /// If any rank cannot write, a parameter is not finite, the results of the last step were not
-    /// read, or another checkpoint is still being written; nothing is overwritten then.
+    /// read, or another checkpoint is still being written. In these cases nothing is overwritten.
     pub fn save(&self, dir: &Path) -> Result<PathBuf> {
         self.require_folder(dir)?;
         let (shards, state) = self.to_save(dir)?;
@@ -35,8 +35,8 @@ impl Trainer {
         Ok(checkpoint::iteration_dir(dir, self.progress.iteration))
     }
 
-    /// Begins to write a checkpoint of the present state while training goes on;
-    /// [`Trainer::finish_save`] lets it appear. Collective over the world.
+    /// Begins to write a checkpoint of the current state while training continues.
+    /// [`Trainer::finish_save`] completes it. Collective over the world.
     ///
     /// # Errors
     /// As [`Trainer::save`].
@@ -50,17 +50,17 @@ impl Trainer {
         Ok(())
     }
 
-    /// Whether this rank is still writing what [`Trainer::begin_save`] began, so that
+    /// Whether this rank still writes the checkpoint of [`Trainer::begin_save`], so that
     /// [`Trainer::finish_save`] would wait.
     pub fn is_saving(&self) -> bool {
         self.saving.as_ref().is_some_and(|saving| !saving.is_written())
     }
 
-    /// Waits for the checkpoint that is being written, if there is one, and lets it appear: its
+    /// Waits for the checkpoint that is being written, if any, and publishes it. Returns its
     /// iteration. Collective over the world.
     ///
     /// # Errors
-    /// If any rank cannot write; earlier checkpoints are as they were then.
+    /// If any rank cannot write. Earlier checkpoints then stay unchanged.
     pub fn finish_save(&mut self) -> Result<Option<u64>> {
         let Some(saving) = self.saving.take() else { return Ok(None) };
         let iteration = saving.iteration();
@@ -68,12 +68,13 @@ impl Trainer {
         Ok(Some(iteration))
     }
 
-    /// Saves from here on only where `folder_lock`, which is held until the trainer ends, was made.
+    /// From now on, saves only to the folder of `folder_lock`. The trainer holds the lock until it
+    /// is dropped.
     pub fn hold(&mut self, folder_lock: FolderLock) {
         self.folder_lock = Some(folder_lock);
     }
 
-    /// Refuses a folder that is not the locked one any more. Collective over the world.
+    /// Fails if the locked folder was replaced. Collective over the world.
     fn require_folder(&self, dir: &Path) -> Result<()> {
         match self.folder_lock.as_ref().filter(|folder_lock| folder_lock.is_of(dir)) {
             Some(folder_lock) => folder_lock.require_in_place(&self.groups.world),
@@ -81,7 +82,7 @@ impl Trainer {
         }
     }
 
-    /// What a checkpoint of the present state in `dir` is to hold. Collective over the world.
+    /// The content of a checkpoint of the current state in `dir`. Collective over the world.
     fn to_save(&self, dir: &Path) -> Result<(Vec<ShardRef>, serde_json::Value)> {
         if self.in_flight.is_some() {
             return Err(Error::config(
@@ -107,11 +108,11 @@ impl Trainer {
     }
 
     /// Continues from the checkpoint in folder `path` (one `iter_…`), whatever layout and precision
-    /// wrote it, with what the configuration takes of it.
+    /// wrote it. The configuration selects what is taken from it.
     ///
     /// # Errors
-    /// If the checkpoint is damaged or of another architecture or, if its state is taken,
-    /// optimizer.
+    /// If the checkpoint is damaged or of another architecture or, if optimizer state is taken, of
+    /// another optimizer.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         let manifest = checkpoint::Manifest::read(path)?;
         let theirs =
@@ -144,7 +145,7 @@ impl Trainer {
         }
         let mut shards = self.optimizer.shards(&self.stage.params, false)?;
         if !takes_all || manifest.tensors.iter().all(|tensor| tensor.kind == StateKind::Param) {
-            // Imports write weights alone, too; the optimizer starts afresh.
+            // Imported checkpoints also contain only weights; the optimizer then starts from zero.
             shards.retain(|shard| shard.kind == StateKind::Param);
         }
         manifest.load(&shards)?;

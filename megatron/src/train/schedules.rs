@@ -1,15 +1,15 @@
-//! The training schedule of a step, which depends on its number of microbatches: while the batch
-//! grows, steps differ in that.
+//! The training schedule of a step. It depends on the number of microbatches, which differs between
+//! steps during a batch-size ramp-up.
 
 use super::model::{ModelBuilder, costs};
 use crate::Result;
 use crate::config::{ParallelConfig, Recompute};
 use crate::pipeline::{Costs, Schedule, delay_weight_gradients, generate};
 
-/// Makes the training schedules of a run, and keeps the last one.
+/// Generates the schedules of a run, and keeps the last one.
 pub(super) struct Schedules {
     parallel: ParallelConfig,
-    /// Of every pass, where weight gradients are delayed.
+    /// Costs of every pass, if weight gradients are delayed.
     costs: Option<Costs>,
     /// Whether inputs are received before they are needed.
     early: bool,
@@ -17,10 +17,10 @@ pub(super) struct Schedules {
 }
 
 impl Schedules {
-    /// Begins with steps of `m` microbatches.
+    /// Starts with the schedule for `m` microbatches.
     ///
     /// # Errors
-    /// If there is no such schedule, or the layers cannot be dealt to the stages.
+    /// If there is no such schedule, or the layers cannot be distributed over the stages.
     pub fn new(
         parallel: &ParallelConfig,
         model: &dyn ModelBuilder,
@@ -37,7 +37,7 @@ impl Schedules {
         Ok(Self { parallel: parallel.clone(), costs, early, last })
     }
 
-    /// Makes the schedule of steps of `m` microbatches the [last](Self::last).
+    /// Makes the schedule for `m` microbatches the [last](Self::last) one.
     ///
     /// # Errors
     /// If there is no such schedule.

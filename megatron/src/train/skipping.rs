@@ -1,19 +1,20 @@
-//! Steps whose samples are passed over (`--iterations-to-skip`), as those that made the loss jump.
+//! Steps whose samples are skipped (`--iterations-to-skip`), for example those that made the loss
+//! jump.
 //!
-//! Source: Megatron-LM `training/training.py`: data advance, schedules do not.
+//! Source: Megatron-LM `training/training.py`. The data advances; the schedules do not.
 
 use super::metrics::StepMetrics;
 use super::trainer::Trainer;
 use crate::Result;
 
 impl Trainer {
-    /// Whether the next step is one to be skipped.
+    /// Whether the next step is to be skipped.
     pub(super) fn skips_next(&self) -> bool {
         self.config.training.iterations_to_skip.contains(&(self.progress.iteration + 1))
     }
 
-    /// Passes the samples of the next step over, and returns the metrics of the step before, if
-    /// they were not read yet. Collective over the world.
+    /// Skips the samples of the next step. Returns the metrics of the previous step if they were
+    /// not read yet. Collective over the world.
     pub(super) fn skip(&mut self) -> Result<Vec<StepMetrics>> {
         let before = Vec::from_iter(self.settle()?);
         let samples = self.config.training.global_batch_size_at(self.progress.consumed_samples);

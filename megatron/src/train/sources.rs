@@ -1,4 +1,4 @@
-//! The data that a run reads.
+//! The data of a run.
 
 use std::sync::Arc;
 
@@ -7,20 +7,20 @@ use crate::data::{DocumentEnds, SampleSource};
 /// The data of a run.
 #[derive(Clone)]
 pub struct Sources {
-    /// What steps are made with.
+    /// Training data.
     pub train: Arc<dyn SampleSource>,
-    /// What is evaluated during the run, if anything is.
+    /// Data for evaluation during the run, if any.
     pub valid: Option<Arc<dyn SampleSource>>,
-    /// What is evaluated at the run's end, if anything is.
+    /// Data for evaluation at the run's end, if any.
     pub test: Option<Arc<dyn SampleSource>>,
-    /// What ends documents, if that changes anything.
+    /// The tokens that end documents, if documents are treated separately.
     pub document_ends: Option<DocumentEnds>,
-    /// Equal for equal tokens; a resumed run tells if it reads other data.
+    /// Equal for equal tokens. A resumed run reports if it reads other data.
     pub fingerprint: String,
 }
 
 impl Sources {
-    /// Samples to train with, and nothing to evaluate.
+    /// A source of training samples, without data for evaluation.
     pub fn of(train: impl SampleSource + 'static) -> Self {
         Self {
             train: Arc::new(train),

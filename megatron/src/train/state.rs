@@ -1,4 +1,4 @@
-//! What a checkpoint's manifest says of the run that wrote it.
+//! The description of a run in its checkpoint's manifest.
 
 use std::path::Path;
 
@@ -16,8 +16,7 @@ use crate::optim::LossScalerState;
 use crate::params::StateKind;
 use crate::{Error, Result};
 
-/// Whether the checkpoint in `folder` can be read and was not saved amid steps that were not
-/// finite.
+/// Whether the checkpoint in `folder` can be read and was not saved during non-finite steps.
 pub fn is_healthy(folder: &Path) -> bool {
     Manifest::read(folder).is_ok_and(|manifest| {
         manifest.state.pointer("/progress/nonfinite_in_a_row").and_then(Value::as_u64).unwrap_or(0)
@@ -51,15 +50,15 @@ pub fn to_json(
     Ok(state.into())
 }
 
-/// Where a state has what [`ModelBuilder::architecture`](super::ModelBuilder::architecture) says.
+/// Key of [`ModelBuilder::architecture`](super::ModelBuilder::architecture) in a state.
 const ARCHITECTURE: &str = "architecture";
-/// That of checkpoints which do not say it.
+/// The architecture of checkpoints that do not name one.
 pub const GPT: &str = "gpt";
 
-/// Where a state has the loss scale, if it adapts itself.
+/// Key of a dynamic loss scale in a state.
 const LOSS_SCALER: &str = "loss_scaler";
 
-/// The loss scale of the run that wrote the checkpoint at `path`, if it adapted itself.
+/// The loss scale of the run that wrote the checkpoint at `path`, if it was dynamic.
 ///
 /// # Errors
 /// If the state is damaged.
@@ -67,21 +66,22 @@ pub fn loss_scaler(path: &Path, state: &Value) -> Result<Option<LossScalerState>
     state.get(LOSS_SCALER).map(|_| part(path, state, LOSS_SCALER)).transpose()
 }
 
-/// The precision of the run that wrote a checkpoint; none for weights alone.
+/// The precision of the run that wrote a checkpoint; `None` for a checkpoint of weights alone.
 pub fn precision(state: &Value) -> Option<Precision> {
     let config = state.get("config")?;
-    // Checkpoints that do not say it are from before there was another.
+    // Checkpoints without this setting predate the other precisions.
     let Some(value) = config.pointer("/training/precision") else { return Some(Precision::Fp32) };
     Precision::deserialize(value).ok()
 }
 
-/// The settings of the optimizer of the run that wrote a checkpoint; none for weights alone.
+/// The optimizer settings of the run that wrote a checkpoint; `None` for a checkpoint of weights
+/// alone.
 pub fn optimizer_settings(state: &Value) -> Option<&Map<String, Value>> {
     state.pointer("/config/optimizer")?.as_object()
 }
 
-/// Settings of the optimizer that are no part of what a learning-rate scheduler says: rate,
-/// schedule, weight decay.
+/// Optimizer settings that are not part of the learning-rate scheduler (rate, schedule, weight
+/// decay).
 const NO_SCHEDULE: [&str; 9] = [
     "kind",
     "adam_beta1",
@@ -99,11 +99,11 @@ pub fn is_of_schedule(key: &str) -> bool {
     !NO_SCHEDULE.contains(&key)
 }
 
-/// `ours` with the learning rate, schedule and weight decay of `theirs`, the settings of another
-/// run.
+/// `ours` with the learning rate, schedule and weight decay of `theirs`, the optimizer settings of
+/// another run.
 ///
 /// # Errors
-/// If they are none.
+/// If `theirs` are not valid settings.
 pub fn with_schedule(
     ours: &OptimizerConfig,
     theirs: &Map<String, Value>,
@@ -112,7 +112,7 @@ pub fn with_schedule(
     for (key, setting) in
         settings.as_object_mut().into_iter().flatten().filter(|(key, _)| is_of_schedule(key))
     {
-        // Equal values stay as they are, to the bit.
+        // Values that are equal stay bitwise unchanged.
         if let Some(theirs) = theirs.get(key).filter(|theirs| !same(theirs, setting)) {
             *setting = theirs.clone();
         }
@@ -120,7 +120,7 @@ pub fn with_schedule(
     serde_json::from_value(settings)
 }
 
-/// The state of a checkpoint that holds weights alone: training starts at its first step.
+/// The state of a checkpoint with weights alone. Training from it starts at the first step.
 ///
 /// # Errors
 /// If the configuration cannot be expressed in JSON.
@@ -130,23 +130,23 @@ pub fn weights_only_state(model: &ModelConfig) -> Result<Value> {
     Ok(serde_json::json!({ "progress": Progress::default(), "model": model }))
 }
 
-/// What is known of the run that wrote a checkpoint.
+/// The recorded facts about the run that wrote a checkpoint.
 #[derive(Clone, Debug)]
 pub struct SavedRun {
-    /// How far the run was.
+    /// Progress of the run.
     pub progress: Progress,
-    /// What its program calls the model: [`GPT`], or another of which tensors alone are known.
+    /// Name of the architecture: [`GPT`], or another name, for which only the tensors are known.
     pub architecture: String,
-    /// The architecture.
+    /// Settings of the model.
     pub model: ModelConfig,
-    /// The layout it was written under, if it was written by a run.
+    /// Layout of the run; `None` if no run wrote the checkpoint.
     pub parallel: Option<ParallelConfig>,
 }
 
 /// Reads the state of the checkpoint at `path`.
 ///
 /// # Errors
-/// If it is not a training run's.
+/// If it is not the state of a training run.
 pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
     let model: ModelConfig = part(path, state, "model")?;
     let progress = progress(path, state, &model)?;
@@ -156,7 +156,7 @@ pub fn saved_run(path: &Path, state: &Value) -> Result<SavedRun> {
     Ok(SavedRun { progress, architecture, model, parallel })
 }
 
-/// What the state calls its model, if it says so.
+/// The architecture that the state names, if any.
 fn architecture(state: &Value) -> Option<&str> {
     state.get(ARCHITECTURE)?.as_str()
 }
@@ -174,24 +174,26 @@ pub fn with_parallel(state: &Value, parallel: &ParallelConfig) -> Result<Value> 
     Ok(state)
 }
 
-/// Where a state has the layout.
+/// Pointer to the layout in a state.
 const PARALLEL: &str = "/config/parallel";
 
 /// One part of a state.
 fn part<T: DeserializeOwned>(path: &Path, state: &Value, key: &str) -> Result<T> {
-    // Through the type, so that settings that are newer than the checkpoint have their defaults.
+    // Deserializes to the type, so that settings that are newer than the checkpoint get their
+    // defaults.
     let value = state.get(key).and_then(|value| T::deserialize(value).ok());
     value.ok_or_else(|| Error::checkpoint(path, format!("its manifest's state has no valid {key}")))
 }
 
-/// Settings of a model that may change between runs without changing what its parameters mean.
+/// Model settings that may change between runs, because they do not change the meaning of
+/// parameters.
 const FREE: [&str; 4] =
     ["attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by", "init_method_std"];
 
-/// Reads the progress of the checkpoint at `path` and checks that its model is this run's.
+/// Reads the progress of the checkpoint at `path` and checks that its model matches this run's.
 ///
 /// # Errors
-/// If the state is damaged, or the architecture is another; the message names every setting that
+/// If the state is damaged or the architecture differs; the message names every setting that
 /// differs.
 pub fn from_json(
     path: &Path,
@@ -219,7 +221,7 @@ pub fn from_json(
         ours.as_object().into_iter().flatten().filter(|(key, _)| !FREE.contains(&key.as_str()))
     {
         let other = theirs.get(key).unwrap_or(&Value::Null);
-        // A run may use shorter or longer sequences where positions are not learned.
+        // A run may change the sequence length unless positions are learned.
         let relative =
             key == "seq_length" || (key == "max_position_embeddings" && !learned(theirs));
         if !same(other, value) && !relative {
@@ -238,8 +240,7 @@ pub fn from_json(
     Ok(progress)
 }
 
-/// The progress of a state; those that do not count tokens are from before the length of sequences
-/// could change.
+/// The progress of a state. A state without a token count predates changes of the sequence length.
 fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress> {
     let mut progress: Progress = part(path, state, "progress")?;
     if state.pointer("/progress/consumed_tokens").is_none() {
@@ -249,10 +250,10 @@ fn progress(path: &Path, state: &Value, model: &ModelConfig) -> Result<Progress>
     Ok(progress)
 }
 
-/// Checks that the checkpoint holds the state of `optimizer`, or weights alone.
+/// Checks that the checkpoint holds the state of `optimizer`, or only weights.
 ///
 /// # Errors
-/// If it is another optimizer's; the message names both.
+/// If it holds the state of another optimizer; the message names both.
 pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Result<()> {
     let theirs = manifest.tensors.iter().find_map(|tensor| match tensor.kind {
         StateKind::Param => None,
@@ -274,10 +275,11 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
     ))
 }
 
-/// Checks that the paths of a run that saves can be recorded: manifests are JSON, which is UTF-8.
+/// Checks that the paths of a run that saves can be recorded in manifests, which are JSON and thus
+/// UTF-8.
 ///
 /// # Errors
-/// If one is not UTF-8, by its flag.
+/// If a path is not UTF-8; the message names its flag.
 pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let RunConfig { checkpoint, logging, data, .. } = config;
     let offload = match &config.optimizer.offload {
@@ -307,12 +309,12 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
     }
 }
 
-/// What identified the data of the run that wrote a manifest.
+/// The fingerprint of the data that the run read.
 pub fn data_fingerprint(state: &Value) -> Option<&str> {
     state.get("data_fingerprint").and_then(Value::as_str).filter(|text| !text.is_empty())
 }
 
-/// Equality of settings; JSON may move a float by a unit in its last place.
+/// Equality of settings. JSON may change the last digit of a float.
 pub fn same(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => (a - b).abs() <= 1e-12 * a.abs().max(b.abs()),

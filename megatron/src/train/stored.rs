@@ -1,4 +1,5 @@
-//! A model of which only a checkpoint's tensors are known: enough to write them for another layout.
+//! A model that is known only by a checkpoint's tensors, which suffices to write them for another
+//! layout.
 
 use std::ops::Range;
 use std::path::Path;
@@ -11,11 +12,11 @@ use crate::params::{Init, ParamSpec, ParamsBuilder, Partition, StateKind};
 use crate::pipeline::Chunk;
 use crate::{Error, Result};
 
-/// The tensors of a checkpoint as a model of `pp · v` runs of equal size. Which of them are a layer
-/// is not known, nor needed: a run under a layout reads any file.
+/// The tensors of a checkpoint as a model of `pp · v` parts of equal size. The assignment of
+/// tensors to layers is unknown and not needed, because a run under any layout can read any file.
 struct StoredModel {
     specs: Vec<ParamSpec>,
-    /// The tensors of each run, by index.
+    /// The tensors of each part, by index.
     runs: Vec<Range<usize>>,
 }
 
@@ -88,12 +89,12 @@ impl ModelBuilder for StoredModel {
 }
 
 /// Writes the checkpoint with this manifest, of any model, as `dir/iter_…` for a run under
-/// `parallel`; see [`checkpoint::reshard`]. What a rank's file holds is evenly dealt, and need not
-/// be what the run would write there.
+/// `parallel`; see [`checkpoint::reshard`]. Tensors are distributed evenly over the ranks' files,
+/// so a file may differ from what the run itself would write.
 ///
 /// # Errors
-/// If the manifest does not say how tensors are cut (it is from before that was stored), if the
-/// layout does not cut one evenly, or as there.
+/// If the manifest does not record how tensors are split (older versions did not), if the layout
+/// does not split a tensor evenly, or as [`checkpoint::reshard`].
 pub fn reshard_tensors(
     manifest: &Manifest,
     dir: &Path,

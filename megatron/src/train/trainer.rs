@@ -31,7 +31,7 @@ use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid};
 use crate::{Error, Result};
 
-/// A step that is queued: what is known of it, and where the rest will be read.
+/// A queued step: its known values, and where to read its results.
 pub(super) struct InFlight {
     iteration: u64,
     global_batch_size: usize,
@@ -42,8 +42,8 @@ pub(super) struct InFlight {
     factor: f64,
     learning_rate: f64,
     loss_scale: f64,
-    /// This rank's share of the parameters' squared norm, and of the zeros in the gradient, where
-    /// they are asked for.
+    /// This rank's share of the parameters' squared norm and of the zeros in the gradient, if
+    /// requested.
     squared_params: Option<f64>,
     zeros_in_grad: Option<u64>,
     update: Queued,
@@ -58,24 +58,24 @@ pub struct Trainer {
     schedules: Schedules,
     eval_schedule: Schedule,
     reducer: GradientReducer,
-    /// Under `enable_cuda_graph`.
+    /// Present under `enable_cuda_graph`.
     replay: Option<Replay>,
     pub(super) optimizer: Optimizer,
     pub(super) lr: LrSchedule,
     pub(super) loss_scaler: LossScaler,
     train: Loader,
-    /// What a GPU's next step reads, and the samples consumed before it: read while the last one
-    /// was computed.
+    /// The next step's microbatches, read while a GPU computes the current step, and the samples
+    /// consumed before them.
     pub(super) ahead: Option<(u64, Result<Vec<MicroBatch>>)>,
-    /// The last step, unless its results were read.
+    /// The last step, while its results are not read.
     pub(super) in_flight: Option<InFlight>,
-    /// A checkpoint that is being written meanwhile.
+    /// A checkpoint that is being written in the background.
     pub(super) saving: Option<Saving>,
-    /// Of the folder that is saved into, if anybody made one.
+    /// Lock of the folder for checkpoints, if one was taken.
     pub(super) folder_lock: Option<FolderLock>,
-    /// When results were read last.
+    /// Time at which results were last read.
     last_read: Option<Instant>,
-    /// From when on the run's minutes are counted.
+    /// Start of the time that `exit_duration_in_mins` limits.
     started: Instant,
     pub(super) valid: Option<Loader>,
     pub(super) test: Option<Loader>,
@@ -85,13 +85,13 @@ pub struct Trainer {
     pub(super) architecture: String,
 }
 
-/// What ranks tell each other after a step.
+/// The information that ranks exchange after a step.
 pub(super) struct Met {
-    /// One of them was asked to stop.
+    /// Whether some rank was asked to stop.
     pub stop: bool,
-    /// There is a checkpoint that all have written.
+    /// Whether all ranks have written the checkpoint in progress.
     pub written: bool,
-    /// For one of them the time of `exit_duration_in_mins` is over.
+    /// Whether the time of `exit_duration_in_mins` is over on some rank.
     pub overdue: bool,
 }
 
@@ -105,12 +105,12 @@ impl GradientListener for NoGradients {
 }
 
 impl Trainer {
-    /// Builds this rank's share of the model with its initial weights, in the precision of the
-    /// configuration. Collective over `world`.
+    /// Builds this rank's share of the model with its initial weights, in the configured precision.
+    /// Collective over `world`.
     ///
     /// # Errors
-    /// If the configuration contradicts itself, the world, or that of another rank, or memory is
-    /// used up.
+    /// If the configuration is inconsistent, does not fit the world or differs from that of another
+    /// rank, or if memory is exhausted.
     pub fn new(
         config: &RunConfig,
         model: &dyn ModelBuilder,
@@ -183,7 +183,7 @@ impl Trainer {
         let early = groups.pp.overlaps();
         let first = batch.resized(training.global_batch_size_at(0))?.num_microbatches();
         let schedules = Schedules::new(parallel, model, training.recompute, early, first)?;
-        // However many microbatches there are, the kinds of messages are these.
+        // The kinds of messages do not depend on the number of microbatches.
         let [sends, receives] = schedules.last().lanes(groups.pp.rank());
         stage.cp.connect(device)?;
         groups.pp.connect(&sends, &receives)?;
@@ -224,7 +224,7 @@ impl Trainer {
         self.started = start;
     }
 
-    /// How far the run is.
+    /// Progress of the run.
     pub fn progress(&self) -> Progress {
         self.progress
     }
@@ -239,12 +239,12 @@ impl Trainer {
         &self.stage
     }
 
-    /// The number of operations of a graph that was recorded since this was asked last.
+    /// The number of operations in a CUDA graph, if one was recorded since the last call.
     pub fn take_recorded(&mut self) -> Option<usize> {
         self.replay.as_mut().and_then(Replay::take_news)
     }
 
-    /// The microbatches of the step that follows the consumed samples.
+    /// The microbatches of the next step, read ahead if possible.
     fn next_batches(&mut self) -> Result<Vec<MicroBatch>> {
         let consumed = self.progress.consumed_samples;
         match self.ahead.take().filter(|(first, _)| *first == consumed) {
@@ -253,7 +253,7 @@ impl Trainer {
         }
     }
 
-    /// The microbatches of the step that follows what was consumed.
+    /// Reads the microbatches of the next step.
     fn read(&self) -> Result<Vec<MicroBatch>> {
         let global_batch_size =
             self.config.training.global_batch_size_at(self.progress.consumed_samples);
@@ -262,8 +262,8 @@ impl Trainer {
             .microbatches_of(&batch, self.progress.data_position(self.config.model.seq_length))
     }
 
-    /// Reads what the next step needs while a GPU computes this one; what keeps it from being read
-    /// is the next step's error.
+    /// Reads the microbatches of the next step while a GPU computes the current one. An error is
+    /// returned by the next step.
     fn read_ahead(&mut self) {
         let training = &self.config.training;
         if kernels::tensor::device::computes_ahead(&self.stage.device)
@@ -274,7 +274,7 @@ impl Trainer {
         }
     }
 
-    /// Unmasked tokens of the global batch.
+    /// Number of unmasked tokens in the global batch.
     fn count_tokens(&self, batches: &[MicroBatch]) -> Result<f64> {
         let count: f64 = batches.iter().map(|batch| batch.counted).sum();
         let count = Tensor::from_vec(vec![count], 1, &Device::Cpu)?;
@@ -282,7 +282,7 @@ impl Trainer {
         Ok(count.to_vec1::<f64>()?[0])
     }
 
-    /// Σ over all ranks of `values`, in rank order, in f64.
+    /// The sum of `values` over all ranks, in rank order, in f64.
     pub(super) fn sum_over_world(&self, values: Vec<f64>) -> Result<Vec<f64>> {
         let len = values.len();
         let sums = Tensor::from_vec(values, len, &Device::Cpu)?;
@@ -290,18 +290,19 @@ impl Trainer {
         Ok(sums.to_vec1()?)
     }
 
-    /// This rank's contribution to the loss of the global batch: every tp rank computes the same.
+    /// This rank's contribution to the loss of the global batch. Only tp rank 0 contributes,
+    /// because every tp rank computes the same loss.
     fn loss_share(&self, loss_sum: f64) -> f64 {
         if self.groups.tp.rank() == 0 { loss_sum } else { 0.0 }
     }
 
-    /// One training step over the next global batch, and its metrics. Collective over the world.
-    /// The memory in them is this rank's. The metrics of a step before that [`Trainer::advance`]
-    /// left unread are not told any more.
+    /// Runs one training step on the next global batch and returns its metrics. Collective over the
+    /// world. The memory in the metrics is this rank's. Unread metrics of an earlier
+    /// [`Trainer::advance`] are dropped.
     ///
     /// # Errors
-    /// If data cannot be read or a peer fails, gradients overflow at the least loss scale, or
-    /// memory is used up.
+    /// If data cannot be read, a peer fails, gradients overflow at the smallest loss scale, or
+    /// memory is exhausted.
     pub fn step(&mut self) -> Result<StepMetrics> {
         let last = self.advance(true)?.pop();
         last.ok_or_else(|| {
@@ -309,13 +310,13 @@ impl Trainer {
         })
     }
 
-    /// Queues the next step, and returns the metrics of those steps whose results were read
-    /// meanwhile, in order. Collective over the world.
+    /// Queues the next step. Returns the metrics of all steps whose results were read during the
+    /// call, in order. Collective over the world.
     ///
-    /// A GPU is kept busy: its step n is read once forward and backward of step n + 1 are queued,
-    /// in time for what depends on it, the learning rate and Adam's count. With `at_once`, on a
-    /// CPU, and where the loss scale adapts itself and so decides on the next forward, the step
-    /// itself is read, too.
+    /// This keeps a GPU busy: the results of step n are read only after forward and backward of
+    /// step n + 1 are queued. That is early enough for the learning rate and Adam's step count,
+    /// which depend on them. The step's own results are read at once in three cases: with
+    /// `at_once`, on a CPU, and with a dynamic loss scale, which the next forward needs.
     ///
     /// # Errors
     /// As [`Trainer::step`].
@@ -325,7 +326,7 @@ impl Trainer {
         })
     }
 
-    /// Bytes that this rank keeps from step to step, by what they are.
+    /// Bytes that this rank keeps from step to step, by use.
     pub fn memory_by_use(&self) -> MemoryByUse {
         self.stage
             .params
@@ -358,7 +359,8 @@ impl Trainer {
             let _span = span("finish gradients", Kind::Phase);
             self.reducer.finish(&self.stage.params)?;
         }
-        // Whether the step before was made decides on this one's learning rate and Adam's count.
+        // Whether the previous update was applied determines this step's learning rate and Adam's
+        // step count.
         let mut known = Vec::from_iter(self.settle()?);
         let learning_rate = self.lr.lr_at(self.progress.applied_samples);
         let weight_decay = weight_decay_at(&self.config.optimizer, self.progress.applied_samples);
@@ -402,7 +404,7 @@ impl Trainer {
         Ok(known)
     }
 
-    /// This rank's share of what is told beside the log line of step `iteration`, whose update is
+    /// This rank's share of the statistics for the log line of step `iteration`, whose update is
     /// made or queued.
     fn statistics(&self, iteration: u64) -> Result<(Option<f64>, Option<u64>)> {
         let (logging, params) = (&self.config.logging, &self.stage.params);
@@ -425,8 +427,8 @@ impl Trainer {
         Ok((squares, zeros))
     }
 
-    /// Reads the results of the step in flight, if there is one: the one place where a GPU is
-    /// waited for. Collective over the world.
+    /// Reads the results of the step in flight, if any. This is the only place that waits for a
+    /// GPU. Collective over the world.
     ///
     /// # Errors
     /// As [`Trainer::step`].
@@ -436,7 +438,7 @@ impl Trainer {
         let result = self.optimizer.settle(step.update, &read[0])?;
         let is_answered = !result.applied && self.loss_scaler.may_fall();
         self.loss_scaler.update(!result.applied).map_err(|error| at_step(step.iteration, error))?;
-        // All ranks or none have the others.
+        // The optional values are present on all ranks or on none.
         let shares = [
             Some(self.loss_share(loss)),
             step.squared_params,
@@ -463,7 +465,7 @@ impl Trainer {
         } else if !is_answered {
             progress.nonfinite_in_a_row += 1;
         }
-        // Steps overlap: each takes from the end of the one before.
+        // Steps overlap, so each step's time starts at the end of the previous one.
         let now = Instant::now();
         let start = self.last_read.replace(now).map_or(step.start, |last| last.max(step.start));
         let seconds = (now - start).as_secs_f64();
@@ -492,7 +494,7 @@ impl Trainer {
         }))
     }
 
-    /// Mean loss per token over `iters` global batches of a split, from its sample `first` on.
+    /// Mean loss per token over `iters` global batches of a split, starting at sample `first`.
     /// Collective over the world.
     ///
     /// # Errors
@@ -504,7 +506,7 @@ impl Trainer {
         })
     }
 
-    /// As [`Trainer::evaluate`]; none if `stop` was set meanwhile, on any rank.
+    /// As [`Trainer::evaluate`], but returns `None` if `stop` was set on any rank meanwhile.
     pub(super) fn evaluate_until(
         &self,
         loader: &Loader,
@@ -534,7 +536,7 @@ impl Trainer {
         Ok(self.meet(stop)?.stop)
     }
 
-    /// What the ranks know together: see [`Met`]. Collective over the world.
+    /// Exchanges the information of [`Met`] between the ranks. Collective over the world.
     pub(super) fn meet(&self, stop: &AtomicBool) -> Result<Met> {
         let limit = self.config.training.exit_duration_in_mins;
         let overdue =

@@ -1,5 +1,5 @@
-//! What this rank's threads, or its GPU, reach at best, measured beside the other ranks: the
-//! measure of a profile's figures.
+//! The best rates that this rank's threads, or its GPU, reach while the other ranks measure, too. A
+//! profile compares its figures with these ceilings.
 
 use std::time::{Duration, Instant};
 
@@ -10,19 +10,19 @@ use kernels::tensor::device::seconds;
 
 use crate::{Error, Result};
 
-/// Operations and bytes a second of one rank.
+/// Operations and bytes per second of one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ceilings {
-    /// Of a matrix product in the model's dtype.
+    /// Floating-point operations per second of a matrix product in the model's dtype.
     pub flops: f64,
-    /// Read and written by a copy.
+    /// Bytes per second that a copy reads and writes.
     pub bytes: f64,
 }
 
-/// Edge of the product, on a CPU and on a GPU.
+/// Edge length of the product's matrices, on a CPU and on a GPU.
 const EDGE: [usize; 2] = [1024, 8192];
-/// Elements of a copied array: 32 MiB in f32, beyond a core's own caches, and 256 MiB, beyond a
-/// GPU's.
+/// Elements of the copied array. In f32 these are 32 MiB, larger than a core's own caches, and 256
+/// MiB, larger than a GPU's.
 const COPY: [usize; 2] = [1 << 23, 1 << 26];
 /// Time for each measurement.
 const BUDGET: Duration = Duration::from_millis(150);

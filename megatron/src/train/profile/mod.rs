@@ -1,5 +1,5 @@
-//! `--profile`: what each rank does in a few steps, as traces for Chrome's viewer or Perfetto and
-//! as a table.
+//! `--profile`: records what each rank does in a few steps, as traces for Chrome's viewer or
+//! Perfetto and as a table.
 
 mod ceilings;
 mod summary;
@@ -20,48 +20,48 @@ use crate::config::ProfileConfig;
 use crate::topology::ProcessGroups;
 use crate::{Error, Result, files};
 
-/// What all profiled ranks did.
+/// The profile of all recorded ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Profile {
-    /// Where the traces are, a file a rank.
+    /// Folder of the traces, one file per rank.
     pub dir: PathBuf,
-    /// By rank; empty if the run had none of the steps asked for.
+    /// Summary of each rank; empty if the run had none of the requested steps.
     pub ranks: Vec<(usize, Summary)>,
-    /// Of rank 0.
+    /// The ceilings of rank 0.
     pub ceilings: Ceilings,
-    /// Of the model's weights, which the ceilings hold for.
+    /// Dtype of the model's weights; the ceilings are measured in it.
     pub dtype: DType,
-    /// Why traces could not be written, of ranks where that is so.
+    /// Errors of ranks that could not write their traces.
     pub failures: Vec<String>,
 }
 
-/// Records the steps of a run that its settings name.
+/// Records the steps that a run's settings name.
 pub struct Profiler {
-    /// None where nothing is to be recorded any more.
+    /// `None` once nothing more is to be recorded.
     config: Option<ProfileConfig>,
-    /// Of ranks that are profiled, from the first such step on.
+    /// Only on profiled ranks, from their first recorded step on.
     recorder: Option<Recorder>,
     entered: Option<Entered>,
     steps: u64,
 }
 
 impl Profiler {
-    /// Records what `config` names, and nothing without it.
+    /// Records the steps that `config` names, or nothing without `config`.
     pub fn new(config: Option<&ProfileConfig>) -> Self {
         Self { config: config.cloned(), recorder: None, entered: None, steps: 0 }
     }
 
-    /// Whether step `iteration`, from 1, is recorded on some rank.
+    /// Whether step `iteration`, counted from 1, is recorded on some rank.
     pub fn records(&self, iteration: u64) -> bool {
         self.config.as_ref().is_some_and(|c| (c.step_start..c.step_end).contains(&iteration))
     }
 
-    /// Whether step `iteration` is the last one that is recorded.
+    /// Whether step `iteration` is the last recorded one.
     pub fn ends_with(&self, iteration: u64) -> bool {
         self.config.as_ref().is_some_and(|c| c.step_end == iteration + 1)
     }
 
-    /// Called before the trainer's next step. On a GPU the times of what it computes are recorded.
+    /// Call it before the trainer's next step. On a GPU it records the times of the GPU's work.
     ///
     /// # Errors
     /// If the device fails.
@@ -77,16 +77,17 @@ impl Profiler {
         Ok(())
     }
 
-    /// Called after the step.
+    /// Call it after the step.
     pub fn after(&mut self) {
         self.entered = None;
     }
 
-    /// Writes this rank's trace and returns, on rank 0, the profiles of all, unless there was
-    /// nothing to record or it is done. Collective over the world.
+    /// Writes this rank's trace. Returns the profiles of all ranks on rank 0, unless nothing was to
+    /// be recorded or the profile was already returned. Collective over the world.
     ///
     /// # Errors
-    /// If a peer fails, or the device. That a file cannot be written is part of the profile.
+    /// If a peer or the device fails. A file that cannot be written is no error; the profile lists
+    /// it.
     pub fn finish(&mut self, trainer: &Trainer) -> Result<Option<Profile>> {
         let Some(config) = self.config.take() else { return Ok(None) };
         let (groups, stage) = (&trainer.groups, trainer.stage());
@@ -97,7 +98,7 @@ impl Profiler {
             let written = trace_file::write(&path, rank, &label(groups), &recorder, &events);
             (Summary::of(&events, self.steps), written.err().map(|error| error.to_string()))
         });
-        // Every rank measures while the others do, as every rank computes while the others do.
+        // All ranks measure at the same time, because they also compute at the same time.
         groups.world.barrier()?;
         let ceilings = Ceilings::measure(stage.dtype, &stage.device)?;
         let (mut ranks, mut failures) = (Vec::new(), Vec::new());
@@ -118,7 +119,7 @@ impl Profiler {
 /// The name of the thread that runs the steps.
 const MAIN: &str = "main";
 
-/// Where a rank lies, for readers of traces.
+/// The rank's place in the layout, for readers of traces.
 fn label(groups: &ProcessGroups) -> String {
     let (tp, pp, dp) = (groups.tp.rank(), groups.pp.rank(), groups.dp_rank());
     let cp =
@@ -126,10 +127,10 @@ fn label(groups: &ProcessGroups) -> String {
     format!("rank {} (tp {tp}{cp} · pp {pp} · dp {dp})", groups.world.rank())
 }
 
-/// A rank's profile, and why its trace could not be written.
+/// A rank's profile, and the error if its trace could not be written.
 type Told = (Summary, Option<String>);
 
-/// What the ranks tell that recorded something.
+/// Collects the profiles of the ranks that recorded something.
 fn gather(world: &Group, mine: &Option<Told>) -> Result<Vec<(usize, Told)>> {
     let bytes = serde_json::to_vec(mine)
         .map_err(|e| Error::config(format!("cannot describe a profile: {e}")))?;
@@ -143,7 +144,7 @@ fn gather(world: &Group, mine: &Option<Told>) -> Result<Vec<(usize, Told)>> {
     Ok(all)
 }
 
-/// Writes `text` to `path` and its folder.
+/// Writes `text` to `path`, and creates its folder.
 fn write_file(path: &Path, text: &[u8]) -> Result<()> {
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;

@@ -5,29 +5,29 @@ use std::collections::BTreeMap;
 use kernels::tensor::trace::{Event, Kind};
 use serde::{Deserialize, Serialize};
 
-/// What the spans of one name sum to.
+/// The sums over the spans of one name.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Total {
-    /// Spans of this name.
+    /// Number of spans.
     pub calls: u64,
-    /// Own seconds, without spans inside.
+    /// Own seconds, without nested spans.
     pub seconds: f64,
     /// Floating-point operations, as the kernels count them.
     pub flops: f64,
-    /// Bytes that kernels touch or messages move.
+    /// Bytes that kernels access or messages move.
     pub bytes: f64,
 }
 
-/// Spans that are told apart in a table.
+/// The groups of spans in a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum SpanGroup {
     /// A kernel's computation.
     Kernel,
-    /// A collective or a message, where its bytes are moved.
+    /// A collective or a message, while its bytes are moved.
     Communication,
-    /// Nothing is done until others are ready.
+    /// Waiting for other ranks or threads.
     Wait,
-    /// Time in a phase that no span inside it accounts for.
+    /// Time in a phase outside all nested spans.
     Other,
 }
 
@@ -38,14 +38,15 @@ pub struct Summary {
     pub steps: u64,
     /// Seconds inside spans of the main thread.
     pub seconds: f64,
-    /// Of the main thread, by group and name.
+    /// Totals of the main thread, by group and name.
     pub main: Vec<(SpanGroup, String, Total)>,
-    /// Of other threads, by name: what goes on beside the main thread.
+    /// Totals of other threads, by name: work in parallel to the main thread.
     pub beside: Vec<(String, Total)>,
 }
 
 impl Summary {
-    /// Of events ordered by thread, start, and outer before inner; thread 0 is the main one.
+    /// Summarizes events that are ordered by thread, by start, and outer before inner. Thread 0 is
+    /// the main thread.
     pub fn of(events: &[Event], steps: u64) -> Self {
         let mut main: BTreeMap<(SpanGroup, &str), Total> = BTreeMap::new();
         let mut beside: BTreeMap<&str, Total> = BTreeMap::new();
@@ -75,12 +76,12 @@ impl Summary {
         }
     }
 
-    /// Seconds of the main thread in a group.
+    /// Seconds that the main thread spent in a group.
     pub fn seconds_in(&self, group: SpanGroup) -> f64 {
         self.main.iter().filter(|(g, ..)| *g == group).map(|(_, _, total)| total.seconds).sum()
     }
 
-    /// The mean over ranks of what each sums to; numbers of steps must agree.
+    /// The mean over ranks. All summaries must have the same number of steps.
     pub fn mean<'a>(all: impl ExactSizeIterator<Item = &'a Self>) -> Self {
         let ranks = all.len().max(1) as f64;
         let mut mean = Self::default();
@@ -124,7 +125,7 @@ fn group(kind: Kind) -> SpanGroup {
     }
 }
 
-/// The length of each event less that of the events directly inside it.
+/// The length of each event minus the events directly inside it.
 fn own_seconds(events: &[Event]) -> Vec<f64> {
     let mut own: Vec<f64> = events.iter().map(|e| e.length.as_secs_f64()).collect();
     let mut open: Vec<usize> = Vec::new();

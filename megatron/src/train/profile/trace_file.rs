@@ -1,5 +1,5 @@
-//! The Trace Event Format of Chrome's viewer, which Perfetto reads too: complete events (`ph: X`),
-//! a process a rank, times in µs.
+//! Writes the Trace Event Format of Chrome's viewer, which Perfetto also reads: complete events
+//! (`ph: X`), one process per rank, times in µs.
 //!
 //! Source: "Trace Event Format", Google, 2016.
 
@@ -12,7 +12,7 @@ use super::write_file;
 use crate::{Error, Result};
 
 /// Writes one rank's trace. Times count from the Unix epoch, so that the traces of all ranks can be
-/// laid over each other.
+/// shown on one time axis.
 pub fn write(
     path: &Path,
     rank: usize,

@@ -1,12 +1,12 @@
 //! The bytes of an event file: TFRecords of TensorFlow's `Event` messages.
 //!
 //! Formats: `tensorflow/core/lib/io/record_writer.h`, `tensorflow/core/util/event.proto`,
-//! `tensorflow/core/framework/summary.proto`. Of their fields a dozen is used, which needs no
-//! protobuf compiler.
+//! `tensorflow/core/framework/summary.proto`. About a dozen of their fields are used, so no
+//! protobuf compiler is needed.
 
 use std::io::{Result, Write};
 
-/// The format that readers know; the first record of a file says it.
+/// The format version, stored in the first record of a file.
 const FILE_VERSION: &str = "brain.Event:2";
 
 /// A record of an event file.
@@ -14,28 +14,28 @@ const FILE_VERSION: &str = "brain.Event:2";
 pub struct Event<'a> {
     /// Seconds since 1970.
     pub wall_time: f64,
-    /// Where it stands on the axis of steps.
+    /// Position on the axis of steps.
     pub step: u64,
     pub what: What<'a>,
 }
 
-/// What an [`Event`] tells.
+/// The content of an [`Event`].
 #[derive(Clone, Debug)]
 pub enum What<'a> {
     /// The file's format.
     FileVersion,
-    /// A run starts here, or goes on: what was there of this step and of later ones counts no more.
+    /// A run starts or resumes here. Readers drop earlier values of this and later steps.
     SessionStart,
-    /// A value of each of these curves.
+    /// One value for each of these curves.
     Scalars(&'a [(&'a str, f64)]),
 }
 
 impl Event<'_> {
-    /// The protobuf message.
+    /// Encodes the event as a protobuf message.
     pub fn encode(&self) -> Vec<u8> {
         let mut message = Message::default();
         message.fixed64(1, self.wall_time.to_bits());
-        // A field that is 0 is left out.
+        // Protobuf omits fields that are 0.
         if self.step > 0 {
             message.varint(2, self.step);
         }
@@ -64,14 +64,14 @@ fn summary(values: &[(&str, f64)]) -> Vec<u8> {
     summary.0
 }
 
-/// Curves are of f32. TensorBoard marks what is not a number, and has no place on its axis for what
-/// is infinite.
+/// Curves store f32. TensorBoard can mark NaN, but it cannot place infinity on an axis; infinity
+/// becomes NaN.
 fn simple_value(value: f64) -> f32 {
     let value = value as f32;
     if value.is_finite() { value } else { f32::NAN }
 }
 
-/// A protobuf message as it is put together.
+/// A protobuf message under construction.
 #[derive(Default)]
 struct Message(Vec<u8>);
 
@@ -119,7 +119,7 @@ pub fn write_record(out: &mut impl Write, data: &[u8]) -> Result<()> {
     out.write_all(&masked_crc(data).to_le_bytes())
 }
 
-/// CRC-32C, changed so that the checksum of data that hold checksums is a good one, too.
+/// CRC-32C, masked so that a checksum over data that contain checksums is still reliable.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -135,7 +135,7 @@ mod tests {
         wall_time: f64,
         step: u64,
         what: String,
-        /// Numbers as Python writes them, since JSON has no NaN.
+        /// Numbers in Python's notation, because JSON has no NaN.
         scalars: Vec<(String, String)>,
         record: String,
     }

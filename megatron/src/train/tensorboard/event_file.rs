@@ -1,4 +1,4 @@
-//! A file of events in a folder that TensorBoard reads as one run.
+//! An event file in a folder that TensorBoard reads as one run.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write};
@@ -9,10 +9,10 @@ use super::event::{Event, What, write_record};
 use crate::comm::rendezvous::this_host;
 use crate::{Error, Result};
 
-/// How names of event files begin; what follows is the second in which they were made.
+/// Prefix of the names of event files. The time of creation follows, in seconds.
 const NAME: &str = "events.out.tfevents.";
 
-/// One run's file. Its folder may have those of the run's parts before.
+/// One run's file. Its folder may hold files of earlier parts of the run.
 #[derive(Debug)]
 pub struct EventFile {
     path: PathBuf,
@@ -20,14 +20,15 @@ pub struct EventFile {
 }
 
 impl EventFile {
-    /// A new file in `folder`, which is made where it is missing. `number` tells the files apart
-    /// that a process has. What earlier files have of `first_step` and later steps counts no more.
+    /// Creates a new file in `folder`, and the folder if it does not exist. `number` distinguishes
+    /// the files of one process. Readers ignore the values of `first_step` and later steps in
+    /// earlier files.
     ///
     /// # Errors
-    /// If the folder or the file cannot be made or written to.
+    /// If the folder or the file cannot be created or written.
     pub fn create(folder: &Path, number: usize, first_step: u64) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(|e| Error::io("create", folder, e))?;
-        // Readers take files in the order of their names, and clocks of machines differ.
+        // Readers order files by name, and the clocks of machines differ.
         let second = match last_second(folder)? {
             Some(last) => (now() as u64).max(last.saturating_add(1)),
             None => now() as u64,
@@ -46,10 +47,10 @@ impl EventFile {
         Ok(events)
     }
 
-    /// Appends a value of each curve; [`Self::flush`] shows them to readers.
+    /// Appends one value to each curve. Readers see them after [`Self::flush`].
     ///
     /// # Errors
-    /// If they cannot be written, e.g. on a full disk.
+    /// If the values cannot be written, e.g. on a full disk.
     pub fn scalars(&mut self, step: u64, values: &[(&str, f64)]) -> Result<()> {
         self.append(step, What::Scalars(values))
     }
@@ -59,24 +60,24 @@ impl EventFile {
         write_record(&mut self.file, &event.encode()).map_err(|e| Error::io("write", &self.path, e))
     }
 
-    /// Hands what was appended to the operating system.
+    /// Passes appended values to the operating system.
     ///
     /// # Errors
-    /// If it cannot be written, e.g. on a full disk.
+    /// If they cannot be written, e.g. on a full disk.
     pub fn flush(&mut self) -> Result<()> {
         self.file.flush().map_err(|e| Error::io("write", &self.path, e))
     }
 }
 
-/// Whether `folder` has event files.
+/// Whether `folder` contains event files.
 ///
 /// # Errors
-/// If it cannot be read.
+/// If the folder cannot be read.
 pub fn has_events(folder: &Path) -> Result<bool> {
     Ok(last_second(folder)?.is_some())
 }
 
-/// The second that the last of the event files in `folder` has in its name.
+/// The largest time, in seconds, in the names of the event files in `folder`.
 fn last_second(folder: &Path) -> Result<Option<u64>> {
     let mut last = None;
     let unreadable = |e| Error::io("read", folder, e);

@@ -1,4 +1,4 @@
-//! Event files for TensorBoard, with the curves that Megatron-LM draws: `training_log` and
+//! Event files for TensorBoard, with the curves of Megatron-LM: `training_log` and
 //! `evaluate_and_print_results` in its `megatron/training/training.py`.
 
 mod event;
@@ -14,20 +14,20 @@ use crate::Result;
 use crate::config::{Precision, RunConfig, TensorboardConfig};
 use event_file::EventFile;
 
-/// How long values may wait before readers see them.
+/// Longest delay until readers see a value.
 const DELAY: Duration = Duration::from_secs(1);
 
-/// Writes the event files of a run. One rank of it owns them.
+/// Writes the event files of a run. Only one rank has this writer.
 #[derive(Debug)]
 pub struct TensorboardWriter {
     settings: TensorboardConfig,
     /// Steps between the log lines.
     log_interval: u64,
     has_loss_scale: bool,
-    /// Over steps.
+    /// Curves over steps.
     steps: EventFile,
-    /// Over consumed samples. A folder of its own, since a session's start cuts all curves of a
-    /// folder at one place of the axis.
+    /// Curves over consumed samples. They need their own folder, because a session start truncates
+    /// all curves of a folder at the same axis value.
     samples: EventFile,
     window: Window,
     flushed: Instant,
@@ -43,10 +43,10 @@ struct Window {
 }
 
 impl TensorboardWriter {
-    /// Starts new files for `run`, which goes on after `done`.
+    /// Creates new files for `run`, which continues after `done`.
     ///
     /// # Errors
-    /// If they cannot be made or written to.
+    /// If the files cannot be created or written.
     pub fn create(settings: &TensorboardConfig, run: &RunConfig, done: &Progress) -> Result<Self> {
         Ok(Self {
             settings: settings.clone(),
@@ -59,10 +59,10 @@ impl TensorboardWriter {
         })
     }
 
-    /// Appends what is due of a step.
+    /// Appends the values that are due for a step.
     ///
     /// # Errors
-    /// If it cannot be written, e.g. on a full disk.
+    /// If they cannot be written, e.g. on a full disk.
     pub fn step(&mut self, m: &StepMetrics) -> Result<()> {
         if m.iteration.is_multiple_of(self.settings.log_interval) {
             let batch_size = m.global_batch_size as f64;
@@ -101,9 +101,9 @@ impl TensorboardWriter {
         if self.flushed.elapsed() < DELAY { Ok(()) } else { self.flush() }
     }
 
-    /// Appends an evaluation made after `consumed_samples`, and shows it to readers. Megatron-LM
-    /// has the last step's loss on the test data as another value of `lm loss validation`; here it
-    /// is `lm loss test`.
+    /// Appends an evaluation after `consumed_samples` samples and makes it visible to readers.
+    /// Megatron-LM adds the final loss on the test data to the curve `lm loss validation`; here it
+    /// has its own curve, `lm loss test`.
     ///
     /// # Errors
     /// If it cannot be written, e.g. on a full disk.
@@ -130,10 +130,10 @@ impl TensorboardWriter {
         self.samples.scalars(samples, &curves)
     }
 
-    /// Shows what was appended to readers.
+    /// Makes appended values visible to readers.
     ///
     /// # Errors
-    /// If it cannot be written, e.g. on a full disk.
+    /// If they cannot be written, e.g. on a full disk.
     pub fn flush(&mut self) -> Result<()> {
         self.flushed = Instant::now();
         self.steps.flush()?;

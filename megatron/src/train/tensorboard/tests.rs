@@ -3,7 +3,7 @@ use std::path::Path;
 use super::*;
 use crate::config::valid;
 
-/// Of which each takes longer than the one before.
+/// Each step takes longer than the previous one.
 fn step(iteration: u64) -> StepMetrics {
     let (elapsed_ms, tflops) = (100.0 * iteration as f64, iteration as f64);
     StepMetrics { elapsed_ms, tflops, ..StepMetrics::example(iteration) }
@@ -35,7 +35,7 @@ fn content(dir: &Path) -> Vec<u8> {
 
 /// The values of the curve `tag`, in order.
 fn values(content: &[u8], tag: &str) -> Vec<f32> {
-    // Field 1, the tag, and field 2, of four bytes.
+    // Field 1 is the tag; field 2 has four bytes.
     let start = [&[0x0a, tag.len() as u8], tag.as_bytes(), &[0x15]].concat();
     let ends = (start.len()..content.len()).filter(|&end| content[..end].ends_with(&start));
     ends.map(|at| f32::from_le_bytes(content[at..at + 4].try_into().unwrap())).collect()
@@ -70,6 +70,6 @@ fn times_are_means_over_the_steps_since_the_last_log_line() {
     writer.flush().unwrap();
     let content = content(folder.path());
     assert_eq!(values(&content, "iteration-time"), [0.15, 0.35]);
-    // Of all operations over all of the time.
+    // The quotient of all operations and all time, not a mean of rates.
     assert_eq!(values(&content, "throughput"), [500.0 / 300.0, 2500.0 / 700.0]);
 }
