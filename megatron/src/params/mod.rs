@@ -28,25 +28,30 @@
 //! assert_eq!(pieces[0].shape, [2, 4]);
 //! ```
 
+mod bucket_layout;
 mod file_backed;
 mod gradients;
 mod init;
 mod piece;
+mod placement;
 mod row_sums;
 mod snapshot;
 mod spec;
 mod store;
+mod weights;
 
+pub use bucket_layout::{
+    BucketLayout, BucketLimit, ElementCounts, ParamsBuilder, PlacedBucket, PlacedParam,
+};
 pub use file_backed::FileBacked;
 pub(crate) use file_backed::on_threads;
-pub use gradients::GradientBuffer;
+pub use gradients::{GradientBuffer, GradientShard};
 pub use init::{initial_values, initial_values_of};
 pub use piece::{Elements, ParamShare, Piece, ShardRef, StateKind, clip_pieces};
 pub(crate) use snapshot::copy_on_host;
 pub use snapshot::snapshot;
 pub use spec::{Init, ParamSpec, Partition};
 pub(crate) use store::overlap;
-pub use store::{
-    Bucket, Master, Param, ParamId, ParamStore, ParamsBuilder, PlacedBucket, PlacedParam,
-    Placement, Role, StoreOptions,
-};
+pub use placement::{Placement, Placements, Replica};
+pub use store::{Bucket, Master, Param, ParamId, ParamStore, Role, StoreOptions};
+pub use weights::{UnitWindow, Weights};

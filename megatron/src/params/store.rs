@@ -12,14 +12,19 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 use kernels::tensor::device::{computes_ahead, zeros};
 
-use super::gradients::{GradientBuffer, Stale};
+use super::bucket_layout::ElementCounts;
+use super::gradients::{GradientBuffer, GradientShard, Stale};
 use super::row_sums::RowSums;
-use super::{ParamSpec, Piece, initial_values};
-use crate::Result;
+use super::weights::{Lending, Weights};
+use super::{
+    BucketLimit, ParamSpec, ParamsBuilder, Piece, PlacedBucket, PlacedParam, Placement, Placements,
+    Replica, initial_values,
+};
+use crate::{Error, Result};
 
 /// Index of a parameter in its rank's [`ParamStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId(usize);
+pub struct ParamId(pub(super) usize);
 
 /// The role of a local parameter in its tie group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +55,8 @@ pub struct Param {
     pub offset: usize,
     /// Elements of this rank's share, padding included.
     pub numel: usize,
-    /// View of the bucket's weights, in local shape.
-    pub weight: Tensor,
+    /// Local shape.
+    pub shape: Vec<usize>,
     /// Whether the main gradient holds nothing of this step yet.
     pub(super) stale: Arc<Stale>,
     /// The gradient of the first of two uses, if the bucket holds that of the second.
@@ -73,12 +78,14 @@ impl Param {
 pub struct Bucket {
     /// Parameters in it, in buffer order.
     pub params: Vec<ParamId>,
-    /// Number of elements, padding included; divisible by dp.
+    /// Number of elements, padding included; divisible by the number of replicas.
     pub len: usize,
-    /// `[len]` in model dtype.
-    pub weights: Tensor,
-    /// `[len]`, fp32 (f64 for f64 models).
+    /// In model dtype.
+    pub weights: Weights,
+    /// This rank's gradients: `[len]`, fp32 (f64 for f64 models).
     pub grads: GradientBuffer,
+    /// Where gradients are sharded, this rank's shard of the sums over ranks.
+    pub reduced: Option<GradientShard>,
     /// The master weights, where weights are 16-bit and this rank updates part of the bucket.
     pub master: Option<Master>,
     /// Whether it holds a tied weight. Such a bucket is complete only when all uses have been
@@ -115,42 +122,6 @@ impl Master {
     }
 }
 
-/// Where one rank's parameters lie in its buckets. All ranks of a pipeline stage have the same
-/// placement.
-#[derive(Clone, Debug)]
-pub struct Placement {
-    /// Parameters in forward order.
-    pub params: Vec<PlacedParam>,
-    /// Buckets in the order in which backward completes them.
-    pub buckets: Vec<PlacedBucket>,
-}
-
-/// A parameter's place in a bucket.
-#[derive(Clone, Debug)]
-pub struct PlacedParam {
-    /// The layout-independent description.
-    pub spec: ParamSpec,
-    /// Whether it is the primary, a copy or a second use of a weight.
-    pub role: Role,
-    /// Index of the bucket that holds it; for [`Role::TiedUse`], the primary's.
-    pub bucket: usize,
-    /// First element in the bucket; for [`Role::TiedUse`], the primary's.
-    pub offset: usize,
-    /// Elements of one rank's share, padding included.
-    pub numel: usize,
-}
-
-/// A bucket without its memory; see [`Bucket`].
-#[derive(Clone, Debug)]
-pub struct PlacedBucket {
-    /// As [`Bucket::params`].
-    pub params: Vec<ParamId>,
-    /// As [`Bucket::len`].
-    pub len: usize,
-    /// As [`Bucket::tied`].
-    pub tied: bool,
-}
-
 /// How buckets are laid out.
 #[derive(Clone, Debug)]
 pub struct StoreOptions {
@@ -158,10 +129,12 @@ pub struct StoreOptions {
     pub dtype: DType,
     /// Device of the buckets.
     pub device: Device,
-    /// A bucket is closed once it has this many elements.
-    pub bucket_size: usize,
-    /// Number of ranks that a bucket is sharded over.
-    pub dp: usize,
+    /// When a bucket is closed.
+    pub limit: BucketLimit,
+    /// What is sharded.
+    pub placements: Placements,
+    /// This rank among those that hold the same parameters.
+    pub replica: Replica,
     /// Number of ranks that share each layer.
     pub tp: usize,
     /// This rank's index among the `tp` ranks, from 0.
@@ -175,115 +148,40 @@ impl StoreOptions {
     }
 }
 
-/// Collects the parameters of the layers of one rank in forward order.
-#[derive(Debug, Default)]
-pub struct ParamsBuilder {
-    declared: Vec<(ParamSpec, Role, usize)>,
-    chunk: usize,
-}
-
-/// Every parameter starts at a multiple of this many elements. This keeps SIMD and NCCL ranges
-/// aligned (Megatron uses the same value).
-const ALIGN: usize = 64;
-
 impl ParamsBuilder {
-    /// Starts the next chunk, to which later declarations belong. A bucket never spans chunks.
-    pub fn next_chunk(&mut self) {
-        self.chunk += 1;
-    }
-
-    /// Declares a parameter that this rank holds.
-    pub fn declare(&mut self, spec: ParamSpec) -> ParamId {
-        self.push(spec, Role::Primary)
-    }
-
-    /// Declares a further use of a tied weight. If the first use is on this rank, both share the
-    /// storage. Otherwise this rank keeps a copy.
-    pub fn declare_tied(&mut self, spec: ParamSpec) -> ParamId {
-        let primary = self
-            .declared
-            .iter()
-            .position(|(s, role, _)| s.name == spec.name && *role == Role::Primary);
-        let role = primary.map_or(Role::TiedCopy, |at| Role::TiedUse(ParamId(at)));
-        self.push(spec, role)
-    }
-
-    fn push(&mut self, spec: ParamSpec, role: Role) -> ParamId {
-        self.declared.push((spec, role, self.chunk));
-        ParamId(self.declared.len() - 1)
-    }
-
-    /// The parameters declared so far, in forward order, without second uses of tied weights.
-    pub fn specs(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.declared
-            .iter()
-            .filter(|(_, role, _)| !matches!(role, Role::TiedUse(_)))
-            .map(|(spec, ..)| spec)
-    }
-
-    /// Places the parameters declared so far in buckets; allocates nothing. A bucket is closed once
-    /// it has `bucket_size` elements of one of `tp` ranks. Its length is divisible by `dp`.
-    pub fn place(&self, bucket_size: usize, dp: usize, tp: usize) -> Placement {
-        let pad = |n: usize, to: usize| n.div_ceil(to) * to;
-        let mut buckets: Vec<PlacedBucket> = Vec::new();
-        let mut chunk_of_last = None;
-        let mut places = vec![(0, 0); self.declared.len()];
-        let numel = |spec: &ParamSpec| spec.local_shape(tp).iter().product::<usize>();
-        for (at, (spec, role, chunk)) in self.declared.iter().enumerate().rev() {
-            if matches!(role, Role::TiedUse(_)) {
-                continue;
-            }
-            let tied = spec.tie_group.is_some();
-            let open = chunk_of_last == Some(*chunk)
-                && buckets
-                    .last()
-                    .is_some_and(|bucket| bucket.len < bucket_size && !bucket.tied && !tied);
-            if !open {
-                buckets.push(PlacedBucket { params: vec![], len: 0, tied });
-                chunk_of_last = Some(*chunk);
-            }
-            let index = buckets.len() - 1;
-            let bucket = &mut buckets[index];
-            places[at] = (index, bucket.len);
-            bucket.params.push(ParamId(at));
-            bucket.len = pad(bucket.len + numel(spec), ALIGN);
-        }
-        for bucket in &mut buckets {
-            bucket.len = pad(bucket.len, dp * ALIGN);
-        }
-        let params = self.declared.iter().enumerate().map(|(at, (spec, role, _))| {
-            let (bucket, offset) = if let Role::TiedUse(ParamId(primary)) = role {
-                places[*primary]
-            } else {
-                places[at]
-            };
-            PlacedParam { spec: spec.clone(), role: *role, bucket, offset, numel: numel(spec) }
-        });
-        Placement { params: params.collect(), buckets }
-    }
-
     /// Allocates the buckets.
     ///
     /// # Errors
     /// If the device cannot hold them.
     pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
-        let placement = self.place(options.bucket_size, options.dp, options.tp);
+        let StoreOptions { placements, replica, .. } = *options;
+        if options.limit == BucketLimit::Unit
+            && let Some(spec) = self.without_unit()
+        {
+            return Err(Error::config(format!(
+                "parameter {} is in no layer's params(), and ZeRO-2 and 3 shard by layer; have its layer name it",
+                spec.name
+            )));
+        }
+        let layout = self.place(options.limit, replica.count(), options.tp);
+        let elements = layout.elements(placements, replica.num_shards);
         let grad_dtype = options.main_grad_dtype();
         let mut buckets = Vec::new();
-        for PlacedBucket { params, len, tied } in placement.buckets {
+        for PlacedBucket { params, len, tied } in layout.buckets {
             let held = params
                 .iter()
-                .map(|id| &placement.params[id.0])
+                .map(|id| &layout.params[id.0])
                 .map(|p| p.offset..p.offset + p.numel);
             let grads = GradientBuffer::new(len, held, grad_dtype, &options.device)?;
-            let weights = zeros("weights", len, options.dtype, &options.device)?;
-            buckets.push(Bucket { params, len, weights, grads, master: None, tied });
+            let kept = replica.range(len, placements.weights);
+            let weights = Weights::zeros(len, kept, options.dtype, &options.device)?;
+            let reduced = (placements.gradients == Placement::Sharded)
+                .then(|| GradientShard::new(replica.range(len, placements.gradients)));
+            buckets.push(Bucket { params, len, weights, grads, reduced, master: None, tied });
         }
         let mut params: Vec<Param> = Vec::new();
-        for PlacedParam { spec, role, bucket, offset, numel } in placement.params {
+        for PlacedParam { spec, role, bucket, offset, numel } in layout.params {
             let shape = spec.local_shape(options.tp);
-            let weight =
-                buckets[bucket].weights.narrow(0, offset, numel)?.reshape(shape.as_slice())?;
             let (mut stale, mut second_use) = (Arc::new(Stale::new()), None);
             match role {
                 Role::TiedUse(ParamId(first)) if !computes_ahead(&options.device) => {
@@ -310,13 +208,13 @@ impl ParamsBuilder {
                 bucket,
                 offset,
                 numel,
-                weight,
+                shape,
                 stale,
                 first_use,
                 second_use,
             });
         }
-        Ok(ParamStore { params, buckets, options: options.clone(), clears_all_grads: false })
+        Ok(ParamStore { params, buckets, options: options.clone(), elements,clears_all_grads: false, lending: None })
     }
 }
 
@@ -326,7 +224,10 @@ pub struct ParamStore {
     params: Vec<Param>,
     buckets: Vec<Bucket>,
     options: StoreOptions,
+    elements: ElementCounts,
     clears_all_grads: bool,
+    /// How layers get weights that are sharded.
+    pub(super) lending: Option<Lending>,
 }
 
 impl ParamStore {
@@ -340,9 +241,17 @@ impl ParamStore {
         self.clears_all_grads
     }
 
-    /// The parameter's weight, in local shape.
-    pub fn weight(&self, id: ParamId) -> &Tensor {
-        &self.params[id.0].weight
+    /// The parameter's weight, in local shape: a view of its bucket.
+    ///
+    /// # Errors
+    /// If weights are sharded and the layer that uses this one does not name it.
+    pub fn weight(&self, id: ParamId) -> Result<Tensor> {
+        let param = self.param(id);
+        let whole = self.buckets[param.bucket].weights.whole().map_err(|error| match error {
+            Error::Config(why) => Error::config(format!("{}: {why}", param.spec.name)),
+            other => other,
+        })?;
+        Ok(whole.narrow(0, param.offset, param.numel)?.reshape(param.shape.as_slice())?)
     }
 
     /// The parameter with this id.
@@ -366,19 +275,20 @@ impl ParamStore {
     }
 
     /// Allocates master weights for 16-bit weights: fp32 values for fp16, the low halves for bf16.
-    /// `range` maps a bucket's length to the elements that this rank updates. Weights of other
-    /// dtypes need no master weights. Later assignments write to both.
+    /// Each bucket has them for the elements that this rank updates. Weights of other dtypes need
+    /// no master weights. Later assignments write to both.
     ///
     /// # Errors
     /// If the device cannot hold them.
-    pub fn keep_masters(&mut self, range: impl Fn(usize) -> Range<usize>) -> Result<()> {
+    pub fn keep_masters(&mut self) -> Result<()> {
         let dtype = match self.options.dtype {
             DType::BF16 => DType::I16,
             DType::F16 => DType::F32,
             _ => return Ok(()),
         };
         for bucket in &mut self.buckets {
-            let range = range(bucket.len);
+            let StoreOptions { placements, replica, .. } = self.options;
+            let range = replica.range(bucket.len, placements.optimizer);
             let values = zeros("master weights", range.len(), dtype, &self.options.device)?;
             bucket.master = Some(Master { range, values });
         }
@@ -404,13 +314,18 @@ impl ParamStore {
     /// If the number of values does not match the parameter.
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
-        let Some(master) = &self.buckets[param.bucket].master else {
-            kernels::ops::reduce::cast(&param.weight, &source)?;
+        let bucket = &self.buckets[param.bucket];
+        let own = overlap(param.range(), bucket.weights.kept());
+        let from =
+            |part: &Range<usize>| source.narrow(0, part.start - param.offset, part.len());
+        let Some(master) = &bucket.master else {
+            if !own.is_empty() {
+                kernels::ops::reduce::cast(&bucket.weights.narrow(&own)?, &from(&own)?)?;
+            }
             return Ok(());
         };
-        for (part, kept) in master.parts(param.range()) {
-            let from = source.narrow(0, part.start - param.offset, part.len())?;
-            let weight = self.buckets[param.bucket].weights.narrow(0, part.start, part.len())?;
+        for (part, kept) in master.parts(own) {
+            let (from, weight) = (from(&part)?, bucket.weights.narrow(&part)?);
             if self.options.dtype == DType::BF16 {
                 kernels::ops::remainders::split(
                     &from,
@@ -432,19 +347,17 @@ impl ParamStore {
         self.bytes_by_kind().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes of weights, of main gradients, and of master weights.
+    /// Bytes of weights, of main gradients, and of master weights. Where they are sharded, whole
+    /// units are counted as [`BucketLayout`] does.
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
-        let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
-        let sum = |of: fn(&Bucket) -> Option<&Tensor>| {
-            self.buckets.iter().filter_map(of).map(size).sum::<usize>()
-        };
-        let grads = self.buckets.iter().map(|b| b.grads.bytes()).sum::<usize>()
-            + self.bytes_of_other_uses();
-        let masters = sum(|b| b.master.as_ref().map(|master| &master.values));
+        let masters = self.buckets.iter().filter_map(|bucket| bucket.master.as_ref());
+        let masters = masters.map(|m| m.values.elem_count() * m.values.dtype().size_in_bytes());
+        let ElementCounts { weights, gradients } = self.elements;
+        let main = self.options.main_grad_dtype().size_in_bytes();
         [
-            ("weights", sum(|b| Some(&b.weights))),
-            ("main gradients", grads),
-            ("master weights", masters),
+            ("weights", weights * self.options.dtype.size_in_bytes()),
+            ("main gradients", gradients * main + self.bytes_of_other_uses()),
+            ("master weights", masters.sum()),
         ]
     }
 }
