@@ -68,7 +68,7 @@ pub enum Error {
     /// A kernel refused its input.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
-    /// An error of candle's.
+    /// An error from candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
