@@ -18,7 +18,7 @@ pub enum Error {
         rank: usize,
         /// What happened to it, as a verb phrase.
         how: String,
-        /// What this rank was doing.
+        /// The operation of this rank.
         operation: String,
     },
     /// A peer did not arrive at an operation in time.
@@ -26,7 +26,7 @@ pub enum Error {
         "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
     )]
     Timeout {
-        /// What this rank was doing.
+        /// The operation of this rank.
         operation: String,
         /// Ranks that did not arrive.
         missing: Vec<usize>,

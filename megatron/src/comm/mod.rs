@@ -10,11 +10,11 @@
 //! executor               order and overlap of a group's operations
 //! endpoint, inbox        waiting for messages: matching, deadlines, lost ranks
 //! threads, local, tcp    how messages travel (trait Link)
-//! staging                tensors on GPUs, over these
-//! nccl                   tensors on GPUs, by NCCL; beside one of these (feature `nccl`)
+//! staging                tensors on GPUs, copied through the host
+//! nccl                   tensors on GPUs, by NCCL, with one of these (feature `nccl`)
 //! rendezvous             how ranks find each other; init() makes a world
-//! secret                 who is of the run
-//! pending_connections    what strangers may cost it
+//! secret                 authentication of ranks
+//! pending_connections    limits on unauthenticated connections
 //! ```
 //!
 //! ```

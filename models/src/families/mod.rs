@@ -147,7 +147,8 @@ const SHOWN: usize = 8;
 pub struct Plan {
     /// One entry per spec, in the same order.
     pub parameters: Vec<Planned>,
-    /// The name of an output matrix in the file of a tied model; it must equal the embedding.
+    /// Present if the file of a tied model has an output matrix, too: the name of the tensor that the
+    /// matrix must equal.
     pub tied_head: Option<String>,
 }
 

@@ -116,7 +116,7 @@ impl<'r, 'a> Direct<'r, 'a> {
     /// Copies `bytes` to byte `at` of every other member's tensor.
     ///
     /// # Safety
-    /// Nobody else may read or write there while this call lasts, and the others must keep their
+    /// No other code may read or write there during this call, and the others must keep their
     /// tensors until all have met.
     #[allow(unsafe_code)]
     unsafe fn write_to_all(&self, at: usize, bytes: &[u8]) -> Result<()> {

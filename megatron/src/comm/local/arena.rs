@@ -39,7 +39,7 @@ pub fn unnamed(len: usize) -> std::io::Result<(File, MmapRaw)> {
     if fd < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: `fd` was just created and belongs to nobody else.
+    // SAFETY: `fd` was just created and has no other owner.
     let file = unsafe { File::from_raw_fd(fd) };
     // Accessible to this user alone, because `/proc` shows the descriptor to others, too.
     file.set_permissions(Permissions::from_mode(0o600))?;
