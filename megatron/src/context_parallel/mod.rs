@@ -87,8 +87,8 @@ impl ContextParallel {
         part * self.rank()
     }
 
-    /// Exchanges tokens for heads: from `[s/cp, b, w]`, all columns of this rank's tokens, to `[s,
-    /// b, w/cp]`, this rank's columns of all tokens.
+    /// Exchanges tokens for heads: from `[s/cp, b, w]`, all columns of this rank's tokens, to
+    /// `[s, b, w/cp]`, this rank's columns of all tokens.
     ///
     /// # Errors
     /// If the columns are not divisible by cp, or a peer fails.
@@ -111,8 +111,8 @@ impl ContextParallel {
         Ok(all)
     }
 
-    /// Exchanges heads for tokens: from `[s, b, w]`, this rank's columns of all tokens, to `[s/cp,
-    /// b, cp·w]`, all columns of this rank's tokens.
+    /// Exchanges heads for tokens: from `[s, b, w]`, this rank's columns of all tokens, to
+    /// `[s/cp, b, cp·w]`, all columns of this rank's tokens.
     ///
     /// # Errors
     /// If the tokens are not divisible by cp, or a peer fails.

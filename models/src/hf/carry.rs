@@ -10,8 +10,8 @@ use super::config::CONFIG;
 use super::{GENERATION_CONFIG, ORIGIN_CONFIG, SIDECAR_FILES};
 
 /// Source and destination of the sidecar files: the generation settings; the model's configuration,
-/// whose name in the source is `config`; and, with `with_tokenizer`, if they belong to the run's
-/// tokenizer, the tokenizer files.
+/// whose name in the source is `config`; and, with `with_tokenizer`, the tokenizer files. Set it if
+/// they belong to the run's tokenizer.
 pub(super) fn sidecars(
     (from, config): (&Path, &'static str),
     to: &Path,

@@ -33,8 +33,8 @@ fn of(
     })
 }
 
-/// Task 5 of `srun -n 7` over three nodes, together with the allocation's variables of `sbatch -n
-/// 9`.
+/// Task 5 of `srun -n 7` over three nodes, together with the allocation's variables of
+/// `sbatch -n 9`.
 const SLURM: [(&str, &str); 10] = [
     ("SLURM_JOB_ID", "1234567"),
     ("SLURM_JOB_NAME", "interactive"),
