@@ -214,8 +214,8 @@ impl Rendezvous {
     /// port (TORCHELASTIC_USE_AGENT_STORE), the next port.
     ///
     /// MPI and Slurm set neither variable. The default address is this machine if all ranks are on
-    /// it, else the first node of a Slurm step. The default port is 29500, and in a Slurm job 15000
-    /// + the last four digits of the job's number.
+    /// it, else the first node of a Slurm step. The default port is 29500. In a Slurm job it is
+    /// 15000 plus the last four digits of the job's number.
     ///
     /// # Errors
     /// If a variable without a default is missing, or the port is not a port number.
