@@ -96,7 +96,7 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     if (DV) clear(dv);
     for (uint32_t step = 0; step < steps; step++) {
         copies_wait<0>();
-        // This step's queries have arrived; no thread reads those of the last step any more.
+        // This step's queries have arrived; no thread reads those of the previous step any more.
         __syncthreads();
         if (step + 1 < steps) fetch(step + 1);
         copies_commit();
@@ -217,7 +217,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
     clear(dq);
     for (uint32_t tile = first_tile; tile < end_tile; tile++) {
         copies_wait<0>();
-        // This tile's keys and values have arrived; no thread reads the last ones any more.
+        // This tile's keys and values have arrived; no thread reads the previous ones any more.
         __syncthreads();
         if (tile + 1 < end_tile) fetch(tile + 1);
         copies_commit();

@@ -112,8 +112,8 @@ struct Order {
 };
 
 /// Calls `each` for every tile, in order, with its piece of work, its head within the group, its
-/// number among all tiles of the block, and its place in the order of adding. Releases the resident
-/// tiles.
+/// number among all tiles of the block, and its place in the order of adding. Then releases the
+/// resident tiles.
 template <class F>
 DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32_t tiles,
     uint32_t all, uint32_t section, const F &each) {

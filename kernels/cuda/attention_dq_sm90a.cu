@@ -127,7 +127,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
                 for (int i = 0; i < 4; i++)
                     gradients[n][i] = exp2_fast(scores[n][i]) * (gradients[n][i] - of_query[i / 2]);
         };
-        // Once the last tile's contribution is added, gradients of scores become left operands.
+        // Once the previous tile's contribution is added, gradients of scores become left operands.
         const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dq);

@@ -12,7 +12,7 @@ namespace {
 template <int DIM>
 constexpr int TILE = DIM <= 128 ? 32 : 16;
 
-/// Row stride for DIM columns, in elements: eight rows begin in eight different sixteenths of the
+/// Row stride for DIM columns, in elements: eight rows begin in eight different 16-byte groups of
 /// shared-memory banks.
 template <int DIM>
 constexpr int STEP = DIM + 4;

@@ -61,7 +61,7 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
     clear(gathered);
     for (; key <= last; key += KEYS) {
         copies_wait<0>();
-        __syncthreads(); // the keys have arrived; no thread reads the last values any more
+        __syncthreads(); // the keys have arrived; no thread reads the previous values any more
         copy_rows<KEYS, DIM, THREADS>(value_tile, values, key);
         copies_commit();
         float scores[M][N][4], corrections[M][2];

@@ -7,7 +7,8 @@
 // products run, the others compute weights, which for narrow heads takes longer than the products.
 // Within a warpgroup, the product with a tile's values also overlaps with the product with the next
 // tile's keys and its softmax. Blocks are persistent and take one tile of queries after another,
-// longest first. Copies of the next tile begin while the last tile's result is still being written.
+// longest first. Copies of the next tile begin while the current tile's result is still being
+// written.
 #include "softmax.cuh"
 #include "warpgroups.cuh"
 

@@ -3,9 +3,9 @@
 // the two passes of attention_backward.cu with asynchronous warpgroup products and tensor copies
 // (Shah et al. 2024, FlashAttention-3).
 //
-// A producer warp in the block's first warpgroup copies tiles. Each of the other warpgroups, two or
-// three, keeps 64 resident rows, of keys and values or of queries and gradients of outputs, and
-// goes over streamed tiles of 64 rows of the others. Weights stay in registers as left operands.
+// A producer warp in the block's first warpgroup copies tiles. The other warpgroups, two or three,
+// keep 64 resident rows each: of keys and values, or of queries and gradients of outputs. They go
+// over streamed tiles of 64 rows of the other operands. Weights stay in registers as left operands.
 // The products for a tile's scores and gradients of weights come before the previous tile's
 // contribution to the results, which then overlaps with computing the weights. Blocks are
 // persistent and take one piece of work after another, longest first. If shared memory has room,
@@ -139,7 +139,7 @@ DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
 
 /// Starts a tile's scores once it has arrived: the 64 resident rows `stay` times the streamed rows.
 /// Resident rows are multiplied from shared memory. In registers they would be read half as often,
-/// for 3% of the time, but ptxas 13.0 assigned such operands, which only products in a loop read,
+/// for 3% of the time. But ptxas 13.0 assigned such operands, which only products in a loop read,
 /// to registers of other operands in the same loop.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn,

@@ -186,7 +186,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
                 pass(shared, turn);
             }
         };
-        // Once the last tile's contribution is added, weights and slants become left operands.
+        // Once the previous tile's contribution is added, weights and slants become left operands.
         const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dv);

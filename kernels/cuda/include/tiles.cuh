@@ -1,6 +1,6 @@
 // Tiles of rows in shared memory, and their products on tensor cores.
 //
-// Rows are padded by 16 bytes. Eight rows then begin in eight different sixteenths of the
+// Rows are padded by 16 bytes. Eight rows then begin in eight different 16-byte groups of
 // shared-memory banks, so ldmatrix has no bank conflicts.
 #pragma once
 

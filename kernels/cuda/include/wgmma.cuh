@@ -44,7 +44,7 @@ struct Wgmma;
 #define WGMMA(E, TYPE, N, R0, R1, R2, R3, R4)                                                      \
     template <>                                                                                    \
     struct Wgmma<E, N> {                                                                           \
-        /* C = A · Bᵀ: what C held is not read. */                                                 \
+        /* C = A · Bᵀ: the old C is not read. */                                                   \
         __device__ __forceinline__ static void assign(                                             \
             float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                        \
             WGMMA_OF_TILES(TYPE, N, "ne", R0, R1, "0");                                            \

@@ -145,8 +145,8 @@ pub fn backward(
 }
 
 /// Sums `[2, rows]` and gradient of rows that lie entirely on this rank, as by [`row_statistics`]
-/// and then [`backward`]. Returns none, and does nothing, if there is no kernel for the case: if
-/// logits are not f32, or not in vectors.
+/// and then [`backward`]. Returns none, and does nothing, if there is no kernel for the case:
+/// logits that are not f32, or not in vectors.
 pub fn fused(
     logits: &Tensor,
     into: Option<&Tensor>,

@@ -111,7 +111,7 @@ fn gradients<'a>(
 }
 
 /// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b,
-/// groups·2·head_dim]`, and attends from each new query to all positions up to its own: returns
+/// groups·2·head_dim]`. Attends from each new query to all positions up to its own, and returns
 /// `[n, b, heads·head_dim]`. The first new token of sample i has position `starts[i]`; the cache's
 /// contents from that position on are replaced.
 ///

@@ -34,7 +34,7 @@ pub fn rows_apart(width: usize, size: usize) -> usize {
 ///
 /// Programs use it below [`crate::tensor::huge_pages::HugePages`]; without it kernels work, but
 /// slower. A large block is a system block with a few more bytes, so that a freed block fits the
-/// next of its size exactly; the pointer to its real beginning is stored just before the aligned
+/// next of its size exactly. The address of the system block is stored just before the aligned
 /// address. After [`keep_freed`], blocks of 256 KiB and more come from [`crate::tensor::arena`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LineAligned;

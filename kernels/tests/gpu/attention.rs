@@ -26,8 +26,7 @@ fn shape(groups: usize, heads_per_group: usize, head_dim: usize) -> HeadShape {
 struct How {
     alibi: bool,
     window: Option<usize>,
-    /// Documents of these lengths, repeated; the second sample starts at another point of the
-    /// sequence.
+    /// Documents of these lengths, repeated; the second sample starts with the second length.
     documents: Option<Vec<usize>>,
     dropout: f64,
 }
@@ -79,8 +78,7 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
     });
 }
 
-/// Compares gradients of queries and keys that were rotated before, rotated back inside and after
-/// the kernel.
+/// Compares gradients of queries and keys before their rotation; kernels may rotate them back.
 #[track_caller]
 fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
     let qkv = Input::data("qkv", &[s, b, shape.width()]);
@@ -88,7 +86,7 @@ fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
     let scale = 1.0 / (shape.head_dim as f64).sqrt();
     check("attention of rotated heads", &[qkv, dout], |t| {
         let device = t[0].device();
-        // There are no positions beyond those of a list.
+        // With a list, the table has exactly the positions that the list may use.
         let table = RopeTable::new(
             if listed { 50 } else { s + 3 },
             shape.head_dim,

@@ -189,8 +189,8 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     }
 }
 
-/// Documents of these lengths, repeated; the second sample starts at another point. Returns `[b,
-/// s]` first keys.
+/// Documents of these lengths, repeated; the second sample starts with the second length. Returns
+/// `[b, s]` first keys.
 fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
     let first_keys: Vec<u32> = (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect();
     Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()

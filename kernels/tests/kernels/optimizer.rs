@@ -268,7 +268,7 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     }
 }
 
-/// As when a step's state comes from a file.
+/// File-backed state is stepped part by part.
 #[test]
 fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
     let n = 10_000;

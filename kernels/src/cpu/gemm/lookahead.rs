@@ -1,8 +1,9 @@
 //! Packs panels ahead. While a task multiplies unpacked strips of A by a few panels of B, it packs
 //! the next few panels: one piece every few tiles, from memory that earlier tiles have prefetched.
 //!
-//! This pays where packing waits for memory: where panels are columns that have to be transposed,
-//! so that a piece touches lines of many rows, and above all where B is too large for the caches.
+//! This pays where packing waits for memory. One case is panels of columns that have to be
+//! transposed, because a piece then touches lines of many rows. The main case is a B too large for
+//! the caches.
 
 use std::ops::Range;
 

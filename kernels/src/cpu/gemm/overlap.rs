@@ -1,6 +1,6 @@
 //! Packs both operands while products are computed. While a task multiplies one strip of A by all
 //! of its panels of B, it packs the next strip between the shares of the micro-kernel, a few words
-//! at a time, so that nothing waits for memory; or the other way round.
+//! at a time. So nothing waits for memory. The roles of strips and panels may be exchanged.
 
 use std::ops::Range;
 

@@ -26,8 +26,8 @@ const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
 /// As `SUMS_ALONE`, for tasks that pack between their products and need less L2 for operands.
 const SUMS_OVERLAPPED: usize = 320 << 10;
-/// Cost of packing an element between products, for the operand that is packed bit by bit. The
-/// other operand costs as much as alone.
+/// Cost of packing an element between products, for the operand that is packed little by little.
+/// The other operand costs as much as alone.
 const OVERLAP_COST: f64 = 0.25;
 /// Cost of reading an element of unpacked A from outside the thread's caches during products. It is
 /// small because the element is prefetched.

@@ -101,8 +101,9 @@ pub struct Part<P> {
     pub block: usize,
     /// Location of the unfinished sums, if there are any and another thread keeps them.
     pub sums: Option<Sums>,
-    /// The order of tiles and the packed operand that it keeps, if another thread has packed the
-    /// last block, or step: panels from the first column on, or strips from the first row on.
+    /// Set if another thread has packed the last block, or step: the order of tiles, and the packed
+    /// operand that this order keeps. These are panels from the first column on, or strips from the
+    /// first row on.
     pub packed: Option<(Order, *mut P)>,
 }
 

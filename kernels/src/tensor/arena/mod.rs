@@ -63,7 +63,7 @@ pub fn at_the_end<T>(f: impl FnOnce() -> T) -> T {
 }
 
 /// Calls `f`. This thread's blocks from within `f` stay for as long as the process runs, so they
-/// lie on the heap: anywhere in the arena they would split its free memory for ever.
+/// lie on the heap. Anywhere in the arena they would split its free memory for ever.
 pub fn outside<T>(f: impl FnOnce() -> T) -> T {
     at(At::Outside, f)
 }

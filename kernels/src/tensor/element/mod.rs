@@ -222,7 +222,7 @@ macro_rules! computed_in_itself {
 }
 computed_in_itself!(f32, f64);
 
-/// `v` in f32, so that rounding the result again gives the same as rounding `v` directly: the last
+/// `v` in f32, so that rounding the result again gives the same as rounding `v` directly. The last
 /// bit records whether anything was cut off (Boldo & Melquiond 2008, "Emulation of FMA and
 /// correctly rounded sums").
 #[inline(always)]

@@ -36,9 +36,10 @@ pub fn open(ordinal: usize) -> Result<Device> {
     count()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let cuda = device.as_cuda_device()?;
-    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream.
-    // Communication, the only other stream, waits for it, is waited for by it, and keeps its
-    // tensors until then.
+    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream,
+    // except copies to and from the host. Those and communication have streams of their own: they
+    // wait for the device's stream, the device's stream or the host waits for them, and they keep
+    // their tensors until then.
     unsafe { cuda.disable_event_tracking() };
     let keep = u64::MAX;
     let stream = cuda.cuda_stream();

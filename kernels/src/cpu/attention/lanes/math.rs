@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::f32::consts::LN_2;
 
-/// 2ˣ to about 1e-7 relative. Results below 2⁻¹²⁶ are 2⁻¹²⁶; NaN stays NaN.
+/// 2ˣ to about 1e-7 relative. Results below 2⁻¹²⁶ become 2⁻¹²⁶; NaN stays NaN.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn exp2(x: __m512) -> __m512 {
