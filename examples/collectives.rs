@@ -1,4 +1,5 @@
-//! Places eight ranks on a tp × dp × pp grid, splits the world into groups, and sums over each.
+//! Places eight ranks on a tp × dp × pp grid, splits the world into groups, and sums over each
+//! group.
 //!
 //!     cargo run --release --example collectives
 

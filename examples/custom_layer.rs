@@ -1,6 +1,6 @@
-//! A layer of your own in a GPT: a gate written in candle behind each transformer layer, trained in
-//! one process and under dp 2 · tp 2 (sequence parallel) · pp 2 with ZeRO-1, over eight threads.
-//! Both losses are printed, and agree.
+//! A custom layer in a GPT: a gate written in candle after each transformer layer, trained in one
+//! process and under dp 2 · tp 2 (sequence parallel) · pp 2 with ZeRO-1, over eight threads. The
+//! program prints both losses, which agree.
 //!
 //!     cargo run --release --example custom_layer
 
@@ -20,14 +20,14 @@ use models::Gpt;
 
 const WIDTH: usize = 64;
 
-/// `x · (1 + tanh(x·Wᵀ))`: candle's graph has its backward.
+/// `x · (1 + tanh(x·Wᵀ))`, with the backward of candle's graph.
 fn gate(vb: VarBuilder) -> candle_core::Result<impl candle_nn::Module + use<>> {
     let normal = Init::Randn { mean: 0.0, stdev: 0.02 };
     let gate = candle_nn::Linear::new(vb.get_with_hints((WIDTH, WIDTH), "weight", normal)?, None);
     Ok(move |x: &Tensor| x * (candle_nn::Module::forward(&gate, x)?.tanh()? + 1.0)?)
 }
 
-/// A GPT with a gate behind each layer.
+/// A GPT with a gate after each layer.
 struct Gated(Gpt);
 
 impl ModelBuilder for Gated {
@@ -54,7 +54,7 @@ impl ModelBuilder for Gated {
     }
 }
 
-/// Each token follows from the one before.
+/// Each token follows from the previous one.
 struct Samples;
 
 impl SampleSource for Samples {

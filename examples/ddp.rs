@@ -1,5 +1,5 @@
-//! Data parallelism around a candle-nn model, as torch's `DistributedDataParallel`: four ranks
-//! learn y = sin(x), each of its own samples, and hold the same weights at the end.
+//! Data parallelism around a candle-nn model, like torch's `DistributedDataParallel`: four ranks
+//! learn y = sin(x), each from its own samples, and end with the same weights.
 //!
 //!     cargo run --release --example ddp                    # starts four processes itself
 //!     megatron launch --nproc-per-node 2 target/release/examples/ddp
@@ -16,7 +16,7 @@ fn train(world: World) -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
     let (first, second) = (linear(1, 64, vb.pp("first"))?, linear(64, 1, vb.pp("second"))?);
-    // Every rank drew weights of its own; from here on all have those of rank 0.
+    // Every rank drew its own weights; from here on all ranks have those of rank 0.
     let mut replicas = DataParallel::new(&vars, world.group.clone(), Default::default())?;
     let settings = ParamsAdamW { lr: 1e-2, ..Default::default() };
     let mut optimizer = AdamW::new(replicas.vars(), settings)?;

@@ -1,10 +1,10 @@
-//! Trains the same small Llama in one process and over eight ranks, which are threads here, and
-//! prints both losses.
+//! Trains the same small Llama in one process and over eight ranks, here as threads, and prints
+//! both losses.
 //!
 //!     cargo run --release --example layouts
 //!
-//! Shows how the library is used without the command line: a configuration, a model, a source of
-//! samples, a world.
+//! It uses the library without the command line: a configuration, a model, a source of samples, a
+//! world.
 
 use candle_core::Device;
 use megatron::Result;
@@ -17,7 +17,7 @@ use megatron::data::SampleSource;
 use megatron::train::{Sources, Trainer};
 use models::Gpt;
 
-/// Each token follows from the one before.
+/// Each token follows from the previous one.
 struct Samples;
 
 impl SampleSource for Samples {

@@ -1,10 +1,10 @@
-//! Four `Linear(512)` + ReLU layers trained by mean squared error: in one process, and as a
-//! pipeline of two stages, which are threads here. Both losses are printed, and are the same.
+//! Four `Linear(512)` + ReLU layers trained with mean squared error: in one process, and as a
+//! pipeline of two stages, here as threads. The program prints both losses, which are equal.
 //!
 //!     cargo run --release --example pipeline_mse
 //!
-//! It is DeepSpeed's `PipelineModule(layers=[Linear, ReLU, …], loss_fn=MSELoss())`: features come
-//! in, targets are compared with what comes out, and neither is text.
+//! It corresponds to DeepSpeed's `PipelineModule(layers=[Linear, ReLU, …], loss_fn=MSELoss())`: the
+//! inputs are features, the outputs are compared with targets, and neither is text.
 
 use std::ops::Range;
 

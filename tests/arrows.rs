@@ -1,12 +1,12 @@
-//! Arrows between folders point down: a folder uses those below it alone.
+//! Checks that dependencies between folders point down: a folder uses only those below it.
 //!
-//! Each crate lists its folders from the ground up. `crate::NAME` in a file's code, outside of its
+//! Each crate lists its folders from the bottom up. `crate::NAME` in a file's code, outside its
 //! tests, is an arrow from the file's folder to NAME.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Crates with their folders (or files) from the ground up; those in one group do not know each
+/// Crates with their folders (or files) from the bottom up. Folders in one group do not use each
 /// other.
 const CRATES: [(&str, &[&[&str]]); 4] = [
     ("kernels", &[&["tensor"], &["cpu", "cuda"], &["ops"]]),
@@ -40,7 +40,7 @@ const CRATES: [(&str, &[&[&str]]); 4] = [
     ),
 ];
 
-/// What a crate's root offers to all of its files.
+/// Items of a crate's root, available to all its files.
 const ROOT: [&str; 2] = ["lib", "main"];
 
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
@@ -61,7 +61,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The code of a file: without comments and the tests at its end.
+/// The code of a file, without comments and without the tests at its end.
 fn code(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     text.lines()
@@ -70,7 +70,7 @@ fn code(text: &str) -> String {
         .join("\n")
 }
 
-/// The names that follow `crate::` in `code`, also within braces, and the lines they are in.
+/// The names after `crate::` in `code`, also within braces, and the lines that contain them.
 fn named(code: &str) -> Vec<(String, usize)> {
     let mut names = Vec::new();
     for (at, _) in code.match_indices("crate::") {

@@ -1,4 +1,5 @@
-//! What must not change a bit: schedule, virtual stages, recompute, ZeRO-1, bucket size, overlap.
+//! Options that must not change a bit: schedule, virtual stages, recompute, ZeRO-1, bucket size,
+//! overlap.
 
 use kernels::tensor::trace::Recorder;
 use megatron::comm::CommOptions;
@@ -12,12 +13,12 @@ use system_tests::{
 
 const STEPS: usize = 6;
 
-/// Trains both and compares every loss, gradient norm, weight and moment.
+/// Trains both configurations and compares every loss, gradient norm, weight and moment.
 fn same_bits(what: &str, changed: &RunConfig, plain: &RunConfig) {
     assert_same_runs(what, &train(changed, STEPS).unwrap(), &train(plain, STEPS).unwrap());
 }
 
-/// Both families, with dropout, so that masks are part of what is compared.
+/// Runs `body` for both families, with dropout, so that masks are part of the comparison.
 fn for_both(body: impl Fn(&str, RunConfig)) {
     for style in [Style::Gpt2, Style::Llama] {
         body(&format!("{style:?}"), tiny(style, 0.1));
@@ -38,13 +39,13 @@ fn pipelines_of_any_depth_and_schedule() {
     });
 }
 
-/// `config`, with gradients of weights apart from those of inputs.
+/// `config` with delayed weight gradients.
 fn delayed(mut config: RunConfig) -> RunConfig {
     config.parallel.delay_wgrad_compute = true;
     config
 }
 
-/// `config` under every schedule that it can have.
+/// `config` under every schedule that supports it.
 fn under_all_schedules(config: &RunConfig, v: usize) -> [(&'static str, RunConfig); 4] {
     let (mut gpipe, mut ahead) = (config.clone(), config.clone());
     gpipe.parallel.schedule = ScheduleKind::Gpipe;
@@ -129,7 +130,7 @@ fn delayed_weight_gradients_with_recompute_and_early_receives() {
     });
 }
 
-/// Spans of a step by rank, as letters of `letter`.
+/// Spans of a step by rank, each as the letter that `letter` gives.
 fn spans(config: &RunConfig, letter: impl Fn(&str) -> Option<char> + Sync) -> Vec<String> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let ranks = on_ranks_with(config.parallel.world_size(), CommOptions::default(), |world| {
@@ -148,8 +149,8 @@ fn spans(config: &RunConfig, letter: impl Fn(&str) -> Option<char> + Sync) -> Ve
     ranks.unwrap()
 }
 
-/// Forwards, backwards, input gradients and weight gradients of a rank, and the products within
-/// them.
+/// Covers forwards, backwards, input gradients and weight gradients of a rank, and the products
+/// within them.
 #[test]
 fn delayed_weight_gradients_run_apart() {
     let mut config = delayed(layout(tiny(Style::Llama, 0.0), 1, 1, 2));
@@ -162,7 +163,8 @@ fn delayed_weight_gradients_run_apart() {
         "linear_wgrad" => Some('.'),
         _ => None,
     });
-    // A layer has four matrices; the output matrix's gradient is part of the last stage's forward.
+    // A layer has four matrices. The gradient of the output matrix is part of the last stage's
+    // forward.
     assert_eq!(ranks, ["FFB....B....", "F.IF.IW....W...."]);
 }
 
@@ -177,8 +179,8 @@ fn pipelines_under_tensor_and_data_parallelism() {
     });
 }
 
-/// Sequences cut over cp, alone and beside every other axis: no schedule, recompute, ZeRO-1, bucket
-/// or early message changes a bit.
+/// Covers sequences split over cp, alone and combined with every other axis. No schedule,
+/// recompute, ZeRO-1, bucket size or early message changes a bit.
 #[test]
 fn context_parallelism_with_all_that_changes_no_bit() {
     for_both(|name, plain| {
@@ -226,7 +228,8 @@ fn context_parallelism_with_all_that_changes_no_bit() {
     });
 }
 
-/// Receives posted a pass ahead, gathers and sums over tp beside products.
+/// Covers receives that are posted one pass ahead, and gathers and sums over tp that overlap with
+/// products.
 #[test]
 fn communication_before_it_is_needed() {
     for_both(|name, plain| {
@@ -262,8 +265,8 @@ fn communication_before_it_is_needed() {
     });
 }
 
-/// Products of gradients (D of inputs, W of weights) and waits (.) of a step of two layers on one
-/// of two tensor-parallel ranks.
+/// Gradient products (D of inputs, W of weights) and waits (.) of one step of two layers, on one of
+/// two tensor-parallel ranks.
 fn products_and_waits(overlap: bool) -> String {
     let mut config = layout(tiny(Style::Llama, 0.0), 1, 2, 1);
     (config.model.num_layers, config.training.global_batch_size) = (2, 1);
@@ -292,17 +295,17 @@ fn products_and_waits(overlap: bool) -> String {
     ranks.unwrap().remove(0)
 }
 
-/// The input of a column-parallel layer is gathered while its gradient is computed, and that is
-/// summed while the weight's is.
+/// The input of a column-parallel layer is gathered while its gradient is computed. That gradient
+/// is summed while the weight's gradient is computed.
 #[test]
 fn collectives_of_backward_run_beside_its_products() {
     let (beside, between) = (products_and_waits(true), products_and_waits(false));
-    // An MLP, then the attention below it, each from the gathered gradient of its output on.
+    // An MLP, then the attention before it, each starting from the gathered gradient of its output.
     assert_eq!(beside.matches(".DWD.W..DWD.W.").count(), 2, "{beside}");
     assert_eq!(between.matches(".DW.D.W.DW.D.W").count(), 2, "{between}");
 }
 
-/// Products of forward and of backward of a microbatch of three layers, segments of two.
+/// Products in forward and backward of a microbatch of three layers, with segments of two.
 #[test]
 fn no_output_of_a_recomputed_segment_is_made_again() {
     let mut config = tiny(Style::Llama, 0.0);
@@ -316,8 +319,8 @@ fn no_output_of_a_recomputed_segment_is_made_again() {
         "linear_wgrad" => Some('W'),
         _ => None,
     });
-    // Four products a layer, the head's in forward (with its gradients); in backward the third
-    // layer again but for its last, then two, the same.
+    // Forward has four products per layer, and the head's with its gradients. Backward recomputes
+    // the third layer except for its last product, then two layers likewise.
     let forward = format!("F{}.W", ".".repeat(12));
     assert_eq!(ranks, [format!("{forward}B...WWWW{}{}", ".".repeat(7), "W".repeat(8))]);
 }
@@ -346,7 +349,8 @@ fn zero_1_bucket_size_and_overlap() {
     for_both(|name, plain| {
         for (dp, tp, pp) in [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)] {
             let mut plain = layout(plain.clone(), dp, tp, pp);
-            // Then norms' gradients are sums over tp; in buckets of one parameter each by itself.
+            // With sequence parallelism, gradients of norms are sums over tp; in buckets of one
+            // parameter each is separate.
             plain.parallel.sequence_parallel = true;
             for (zero, bucket_size, overlap) in [
                 (true, 40_000_000, false),
@@ -368,7 +372,7 @@ fn zero_1_bucket_size_and_overlap() {
     });
 }
 
-/// What a rank keeps of 16-bit weights' masters: a share of dp · cp.
+/// Size of a rank's master weights for 16-bit weights: a share of dp · cp.
 #[test]
 fn zero_1_cuts_masters_over_every_replica() {
     let masters = |zero: bool| {

@@ -1,6 +1,6 @@
-//! Models that are not GPT: a layer written in candle between those of a GPT, a pipeline of linear
-//! layers over features. On every layout they train as in one process, and what they declare
-//! wrongly is found.
+//! Models other than GPT: a layer written in candle between the layers of a GPT, and a pipeline of
+//! linear layers over features. On every layout they train as in one process, and wrong
+//! declarations are found.
 
 use std::ops::Range;
 use std::path::Path;
@@ -30,20 +30,21 @@ use system_tests::{
 
 const STEPS: usize = 12;
 
-/// What is put behind each layer of a GPT.
+/// The layer that is added after each layer of a GPT.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Extra {
-    /// A feed-forward network in candle, which declares that it mixes no tokens.
+    /// A feed-forward network in candle, declared to compute each token independently.
     Network,
-    /// The mean of the tokens before, in candle.
+    /// The mean of the preceding tokens, in candle.
     Mean,
-    /// candle-nn's norm, whose forward has no backward.
+    /// candle-nn's norm, which has no backward.
     Norm,
-    /// A bias, used on this rank's part of the tokens; whether it says so.
+    /// A bias on this rank's part of the tokens; `declared` tells whether its gradient is declared
+    /// partial.
     Bias { declared: bool },
     /// A feed-forward network of a column-parallel and a row-parallel layer.
     Pair,
-    /// The same in candle.
+    /// The same pair in candle.
     PairInCandle,
 }
 
@@ -88,7 +89,7 @@ impl Layer for Bias {
     }
 }
 
-/// What [`Pair`] computes, of parameters with the same names and initial values.
+/// The function of [`Pair`], with parameters of the same names and initial values.
 fn pair(vb: VarBuilder) -> candle_core::Result<impl Module + use<>> {
     let linear = |name, inputs: usize, outputs: usize| {
         let vb = vb.pp(name);
@@ -282,7 +283,7 @@ fn custom_layers_train_on_every_layout_as_in_one_process() {
     }
 }
 
-/// In f64, since rounding that differs, as candle's does from ours, grows from step to step.
+/// In f64, because candle rounds differently, and such differences grow from step to step.
 #[test]
 fn a_backward_of_ones_own_is_that_of_candle() {
     let mut config = tiny(Style::Llama, 0.0);
@@ -301,7 +302,7 @@ fn what_a_layer_declares_wrongly_is_found_in_the_first_step() {
         assert!(wrong.contains("parameter extra."), "{wrong}");
         assert!(wrong.contains("grad_partial_over_tp: true"), "{wrong}");
     }
-    // Without sequence parallelism nothing is partial.
+    // Without sequence parallelism no gradient is partial.
     extended(&tp(), Extra::Bias { declared: false }).unwrap();
 
     let cut = extended(&tiny(Style::Gpt2, 0.0), Extra::Norm).unwrap_err().to_string();
@@ -310,7 +311,7 @@ fn what_a_layer_declares_wrongly_is_found_in_the_first_step() {
     assert!(mixes.contains("layer extra.0: context parallelism"), "{mixes}");
 }
 
-/// The model that `config` is extended to, and its data.
+/// The model that extends `config`, and its data.
 fn model(config: &RunConfig, extra: Extra) -> Result<(Extended, Sources)> {
     let gpt = Gpt::of(config, &Device::Cpu)?;
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
@@ -318,7 +319,7 @@ fn model(config: &RunConfig, extra: Extra) -> Result<(Extended, Sources)> {
     Ok((Extended { gpt, extra, sequence_parallel }, data))
 }
 
-/// Losses of `steps` steps from the checkpoint in `from`; then the run saves into `to`.
+/// Losses of `steps` steps from the checkpoint in `from`. Then saves to `to`.
 fn go_on(
     config: &RunConfig,
     from: Option<&Path>,
@@ -374,7 +375,7 @@ fn a_checkpoint_of_any_model_is_resharded_by_its_tensors_alone() {
 
 const WIDTH: usize = 24;
 
-/// Linear layers with ReLU between them, with backward of their own or candle's.
+/// Linear layers with ReLU between them, with their own backward or candle's.
 struct Perceptron {
     autograd: bool,
 }

@@ -1,5 +1,5 @@
-//! Documents packed into samples: under `reset_position_ids` and `reset_attention_mask` each is
-//! trained on as if it were alone.
+//! Documents packed into samples: under `reset_position_ids` and `reset_attention_mask` each
+//! document trains as if it were alone.
 
 use megatron::config::{DecayStyle, PositionEmbedding, RunConfig, SlidingWindow};
 use megatron::data::DocumentEnds;
@@ -12,13 +12,13 @@ use system_tests::{
 const S: usize = 16;
 const STEPS: usize = 4;
 const END: u32 = 0;
-/// Lengths of the documents of each sample of a step, their ends counted.
+/// Lengths of the documents in each sample of a step, including their end tokens.
 const LENGTHS: [[usize; 3]; 4] = [[4, 5, 7], [1, 7, 8], [3, 3, 10], [2, 12, 2]];
-/// Allowed relative difference of losses and of gradient norms; measured ones are up to 6e-7 and
-/// 5e-6.
+/// Allowed relative differences of losses and of gradient norms; measured differences are up to
+/// 6e-7 and 5e-6.
 const TOLERANCES: (f64, f64) = (1e-5, 1e-4);
 
-/// Documents that all end with [`END`] and hold it nowhere else.
+/// Documents that end with [`END`] and contain it nowhere else.
 fn documents() -> Vec<Vec<u32>> {
     let mut state = 88172645463325252u64;
     let mut token = || {
@@ -31,7 +31,7 @@ fn documents() -> Vec<Vec<u32>> {
     lengths.map(|&length| (1..length).map(|_| token()).chain([END]).collect()).collect()
 }
 
-/// The documents side by side, or each in a sample of its own and followed by ends, whose loss does
+/// The documents packed together, or each in its own sample, padded with end tokens whose loss does
 /// not count.
 fn data(packed: bool, reset: bool) -> Sources {
     let mut tokens = Vec::new();
@@ -55,7 +55,7 @@ fn config(style: Style, global_batch_size: usize) -> RunConfig {
     let mut config = tiny(style, 0.0);
     config.training.micro_batch_size = 2;
     config.training.global_batch_size = global_batch_size;
-    // Schedules count samples, of which the packed run has fewer.
+    // Schedules count samples, and the packed run has fewer.
     (config.optimizer.decay_style, config.optimizer.warmup_samples) = (DecayStyle::Constant, 0);
     config.model.init_method_std = 0.2; // positions and neighbours matter from the first step on
     config
@@ -66,7 +66,7 @@ fn differences(a: &Run, b: &Run) -> (f64, f64) {
     (difference(&a.losses, &b.losses), difference(&a.grad_norms, &b.grad_norms))
 }
 
-/// What makes a style of model out of another.
+/// A change that turns one style of model into another.
 type Change = fn(&mut RunConfig);
 
 fn styles() -> Vec<(&'static str, Change, Style)> {
@@ -152,7 +152,7 @@ fn each_setting_does_its_part() {
             .map(|(p, a)| loss(style, p, a));
         let apart = |a: f64, b: f64| (a - b).abs() > 1e-4;
         assert!(apart(all[0], all[1]) && apart(all[0], all[2]), "{style:?}: {all:?}");
-        // Rotary positions are relative: within a document, where it begins does not matter.
+        // Rotary positions are relative, so the start of a document does not matter within it.
         assert_eq!(apart(all[2], all[3]), style == Style::Gpt2, "{style:?}: {all:?}");
     }
 }

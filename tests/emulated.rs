@@ -1,5 +1,5 @@
-//! Whole models by the kernels of GPUs, on the emulator, against the CPU's: the same run to
-//! rounding, and the same bits in every order of threads and blocks.
+//! Runs whole models with the GPU kernels on the emulator. They match the CPU's run up to rounding,
+//! and give the same bits for every order of threads and blocks.
 //!
 //! ```text
 //! cargo test --release --features emulated --test emulated
@@ -22,7 +22,7 @@ use system_tests::{
 
 const STEPS: usize = 3;
 
-/// Two layers, small enough for the emulator, with heads as GPUs have them.
+/// Two layers, small enough for the emulator, with head sizes as on GPUs.
 fn config(style: Style, dropout: f64, precision: Precision) -> RunConfig {
     let mut config = tiny(style, dropout);
     let model = &mut config.model;
@@ -33,7 +33,7 @@ fn config(style: Style, dropout: f64, precision: Precision) -> RunConfig {
     config
 }
 
-/// Losses and gradient norms of a run, on the emulator if an order is given.
+/// Losses and gradient norms of a run; on the emulator if an order is given.
 fn train(config: &RunConfig, order: Option<Order>) -> [Vec<f64>; 2] {
     train_on(
         &sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length)),
@@ -90,8 +90,8 @@ fn gpt2_in_bf16() {
     follows_the_cpu(&config(Style::Gpt2, 0.1, Precision::Bf16), 2e-2);
 }
 
-/// Of 16 bits the masks' and sums' places differ, and what a step rounds to: a model drawn at
-/// random may be far from smooth.
+/// With 16 bits, the rounding of masks and sums differs, and so does the rounding of a step: a
+/// random model may be far from smooth.
 fn tolerances(precision: Precision) -> (f64, f64) {
     match precision {
         Precision::Fp32 | Precision::Fp64 => (1e-4, 1e-3),
@@ -135,7 +135,8 @@ fn runs_drawn_at_random() {
     }
 }
 
-/// More than a part of it at a time, and several buckets of which each ends with a part of its own.
+/// Covers state of more than one part, and several buckets, each with a last part of another
+/// length.
 #[test]
 fn state_that_is_elsewhere_between_steps_changes_no_bit() {
     for (precision, kind, moments) in [
@@ -160,7 +161,7 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
     }
 }
 
-/// A step's samples are read while the one before is computed, whose batch may be another.
+/// A step's samples are read while the previous step, whose batch size may differ, is computed.
 #[test]
 fn batches_that_grow_are_read_ahead() {
     let mut growing = config(Style::Gpt2, 0.1, Precision::Fp32);
@@ -170,7 +171,7 @@ fn batches_that_grow_are_read_ahead() {
     follows_the_cpu(&growing, 1e-5);
 }
 
-/// Where the state is a GPU's, and where it is in the host's memory between steps.
+/// Covers state on the GPU, and state in host memory between steps.
 #[test]
 fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
     for (precision, offload) in [
@@ -203,7 +204,7 @@ fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
     }
 }
 
-/// Ranks whose tensors go through the host, as GPUs' do without NCCL.
+/// Covers ranks whose tensors go through the host, as on GPUs without NCCL.
 #[test]
 fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);
@@ -224,7 +225,7 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     }
 }
 
-/// What the third step of a run asks of the device.
+/// The device operations of a run's third step.
 fn third_step(config: &RunConfig) -> Counts {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let ranks = on_ranks(1, |world| {
@@ -241,7 +242,7 @@ fn third_step(config: &RunConfig) -> Counts {
     ranks.unwrap().remove(0)
 }
 
-/// Samples that cannot be read from some number on.
+/// Samples that cannot be read from number `from` on.
 struct Torn {
     whole: Arc<dyn SampleSource>,
     from: u64,
@@ -282,7 +283,7 @@ fn data_that_cannot_be_read_ahead_ends_the_step_that_needs_it() {
     assert!(third.unwrap_err().contains("sample 4 is not there"));
 }
 
-/// Of fp16 too: whether a step overflowed the loss scaler learns when it has ended.
+/// Also for fp16: the loss scaler learns of an overflow only after the step has ended.
 #[test]
 fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
     let fp16 = Precision::Fp16(megatron::config::LossScaling::Static(1024.0));
@@ -298,8 +299,8 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
                 (1, counts.launches_before_last_wait),
                 "{what}"
             );
-            // Tokens, labels and mask of two microbatches: positions and samples are there since
-            // the first step.
+            // Tokens, labels and mask of two microbatches; positions and sample numbers have been
+            // on the device since the first step.
             assert_eq!(counts.uploads, 2 * 3, "{what}");
             let other: Vec<_> =
                 counts.on_the_host.iter().filter(|op| !op.starts_with("linear")).collect();
@@ -308,7 +309,7 @@ fn nothing_of_a_step_is_read_before_all_of_it_is_queued() {
     }
 }
 
-/// But where the loss scale of the next forward depends on them.
+/// Except when the next forward's loss scale depends on the results.
 #[test]
 fn results_are_read_once_forward_and_backward_of_the_next_step_are_queued() {
     let adapts = megatron::config::DynamicLossScale { initial: 1024.0, ..Default::default() };

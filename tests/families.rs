@@ -1,5 +1,5 @@
-//! Models of Hugging Face folders on several layouts against the logits of transformers; import and
-//! export.
+//! Compares models in Hugging Face folders, on several layouts, with the logits of transformers;
+//! tests import and export.
 //!
 //! Fixtures: `fixtures/make_families.py`, `fixtures/make_oracle.py`.
 
@@ -36,7 +36,7 @@ fn family(name: &str) -> PathBuf {
     fixtures().join("families").join(name)
 }
 
-/// A run of the model in `folder`, cut as dp · tp · pp.
+/// A run of the model in `folder`, with layout dp · tp · pp.
 fn run(folder: &Path, seq_length: usize, (dp, tp, pp): (usize, usize, usize)) -> RunConfig {
     let mut config = layout(tiny(Style::Gpt2, 0.0), dp, tp, pp);
     config.model = HfConfig::read(folder).unwrap().model;
@@ -50,7 +50,7 @@ fn tensors(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
-/// Logits of the model in `folder` on every layout, its weights put in place by `load`.
+/// Checks the logits of the model in `folder` on every layout; `load` fills its weights.
 fn gives(
     folder: &Path,
     tokens: &[u32],
@@ -74,7 +74,7 @@ fn expected(name: &str) -> (Vec<u32>, Vec<f32>) {
     (tokens, expected["logits"].flatten_all().unwrap().to_vec1().unwrap())
 }
 
-/// The tensors of all files of a folder: dtype, shape and bytes.
+/// The tensors in all files of a folder: dtype, shape and bytes.
 fn contents(folder: &Path) -> HashMap<String, (String, Vec<usize>, Vec<u8>)> {
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut all = HashMap::new();
@@ -172,7 +172,7 @@ fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
             trained.iter().zip(&before).any(|(a, b)| (a - b).abs() > 0.01),
             "{name} did not train"
         );
-        // Once described by the model alone, once by the configuration it came with.
+        // Once described by the model alone, and once by the configuration that it came with.
         for out in ["bare", "with-origin"] {
             let out = dir.path().join(out);
             export(&save, &out, &WHOLE).unwrap();
@@ -202,7 +202,7 @@ fn export_converts_to_the_dtype_asked_for() {
     }
 }
 
-/// A copy of a fixture's folder.
+/// Copies the folder of a fixture.
 fn copied(name: &str, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(family(name)).unwrap() {
@@ -211,7 +211,7 @@ fn copied(name: &str, to: &Path) {
     }
 }
 
-/// Files of a folder and what is in them.
+/// Files of a folder and their contents.
 fn files(folder: &Path) -> HashMap<PathBuf, Vec<u8>> {
     let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     paths
@@ -239,7 +239,7 @@ fn import_changes_no_file_that_is_there() {
         assert_eq!(files(to), before);
         assert!(!checkpoint::holds_any(to).unwrap());
     }
-    // Not a model's folder, but with a tokenizer of its own.
+    // Not a model's folder, but one with its own tokenizer.
     for other in ["tokenizer.json", "hf_config.json"] {
         let to = dir.path().join(format!("with-{other}"));
         std::fs::create_dir(&to).unwrap();
@@ -253,13 +253,13 @@ fn import_changes_no_file_that_is_there() {
             (vec![other.into()], b"another".to_vec())
         );
     }
-    // Of one and the same file nothing is copied.
+    // Nothing is copied from a folder to itself.
     let before = files(&model);
     std::fs::write(model.join("hf_config.json"), std::fs::read(model.join("config.json")).unwrap())
         .unwrap();
     copy_sidecar_files(&model, &link, true).unwrap();
     assert!(before.iter().all(|(path, bytes)| std::fs::read(path).unwrap() == *bytes));
-    // An import that was not finished may be repeated.
+    // An unfinished import may be repeated.
     let to = dir.path().join("new");
     copy_sidecar_files(&model, &to, true).unwrap();
     import(&model, &to, |_, _| ()).unwrap();
@@ -315,7 +315,7 @@ fn a_context_that_was_extended_is_exported_and_the_rest_of_the_config_is_what_it
         for (extended, out) in [(false, "short"), (true, "long")] {
             let mut config = run(&family(name), 16, (1, 1, 1));
             let length = config.model.max_position_embeddings * if extended { 2 } else { 1 };
-            // Trained on shorter sequences than the model takes, or on longer ones.
+            // Trained on sequences that are shorter or longer than the model's context.
             config.model.max_position_embeddings = if extended { length } else { 16 };
             let data = sources(Tokens::synthetic(config.model.vocab_size as u32, 16));
             on_ranks(1, |world| trainer(&config, world, &data)?.save(&save)).unwrap();
@@ -332,7 +332,7 @@ fn a_context_that_was_extended_is_exported_and_the_rest_of_the_config_is_what_it
     }
 }
 
-/// A copy of a fixture whose tensors `change` has changed; what opening it says.
+/// The error on opening a copy of a fixture whose tensors `change` has changed.
 fn refusal(name: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) -> Option<String> {
     let dir = tempfile::tempdir().unwrap();
     std::fs::copy(family(name).join("config.json"), dir.path().join("config.json")).unwrap();
@@ -377,7 +377,7 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
     let path = dir.path().join("config.json");
     let original: serde_json::Value =
         serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    // Of which an MLP four times as wide is a size, too.
+    // The MLP, four times as wide, is also a size.
     let most = i32::MAX / 4;
     for (changes, why) in [
         (&[("n_layer", 65536)][..], "65536 layers, where there are"),
@@ -484,7 +484,7 @@ fn a_vocabulary_of_another_size_keeps_its_rows_and_new_ones_are_the_same_on_ever
                 export(&dir.path().join("checkpoint"), &dir.path().join("hf"), &WHOLE).unwrap();
                 let exported = HfConfig::read(&dir.path().join("hf")).unwrap();
                 assert_eq!(exported.model.vocab_size, vocab_size);
-                // The rest of the configuration stays.
+                // The rest of the configuration stays unchanged.
                 assert_eq!(
                     exported.json.get("bos_token_id"),
                     HfConfig::read(&family(name)).unwrap().json.get("bos_token_id")

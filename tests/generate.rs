@@ -27,7 +27,7 @@ fn generate(
     new
 }
 
-/// What `body` gives on every rank of a model trained for a few steps.
+/// The results of `body` on every rank of a model that was trained for a few steps.
 fn after_training<T: Send>(config: &RunConfig, body: impl Fn(&Trainer) -> T + Sync) -> Vec<T> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     on_ranks(config.parallel.world_size(), |world| {
@@ -107,12 +107,13 @@ fn a_continuation_ends_at_its_end_token_and_at_the_window() {
         let prompt = [vec![5, 38, 67]];
         let free = generate(trainer, &prompt, &LENGTH, &GREEDY).remove(0);
         let first = free.iter().position(|t| *t == free[2]).unwrap();
-        // Any of several.
+        // The first of several end tokens ends it.
         for ends in [vec![free[2]], vec![1000, free[2]], vec![free[2], 1000]] {
             let ended = generate(trainer, &prompt, &Length { ends, ..LENGTH }, &GREEDY).remove(0);
             assert_eq!(ended, free[..first]);
         }
-        // One that is no token is passed over, here the likeliest, and what follows is a token.
+        // An absent token, here the likeliest one, is never drawn, and another token follows
+        // instead.
         let absent: Vec<_> = std::iter::once(free[0] as usize..free[0] as usize + 1).collect();
         let others = generate(trainer, &prompt, &Length { absent, ..LENGTH }, &GREEDY).remove(0);
         assert!(others.len() == free.len() && !others.contains(&free[0]), "{others:?}");

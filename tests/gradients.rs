@@ -1,4 +1,5 @@
-//! Gradients of whole models against finite differences in f64, on one process and on cut ones.
+//! Compares gradients of whole models with finite differences in f64, in one process and on other
+//! layouts.
 
 use megatron::config::{
     PositionEmbedding, Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, SlidingWindow,
@@ -20,14 +21,14 @@ impl GradientListener for Ignore {
     }
 }
 
-/// Mean loss of the first global batch, dropout as in training.
+/// Mean loss of the first global batch, with dropout as in training.
 fn loss(trainer: &Trainer, config: &RunConfig, loader: &Loader) -> megatron::Result<f64> {
     let p = &config.parallel;
     let batches = loader.microbatches(0)?;
     let schedule =
         forward_only(p.pipeline_model_parallel_size, p.virtual_pipeline_size, batches.len())?;
-    // Dropout masks are a function of the step: evaluating with the training phase repeats them.
-    // The schedule has no backward, so what forward keeps is dropped.
+    // Dropout masks are a function of the step, so evaluating in the training phase repeats them.
+    // The schedule has no backward, so the activations of forward are dropped.
     let sum = trainer
         .stage()
         .run(&schedule, &batches, Phase::Train { step: 3 }, 0.0, &mut Ignore)?
@@ -84,8 +85,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         stage.run(&schedule, &batches, Phase::Train { step: 3 }, factor, &mut reducer)?;
         reducer.finish(&stage.params)?;
 
-        // The direction of every rank's own parameters: a copy of a tied weight or of a replicated
-        // one must move along, so the direction is a function of the logical element.
+        // The direction for every rank's own parameters. Copies of a tied or replicated weight must
+        // move equally, so the direction is a function of the logical element.
         let mut along = 0f64;
         let mut moves = Vec::new();
         for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_)))
@@ -109,7 +110,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
                 }
             }
             let grad = stage.params.grad(id)?.flatten_all()?.to_vec1::<f64>()?;
-            // Count every logical element once over the world.
+            // Counts every logical element once over the world.
             let replicated = param.spec.partition == megatron::params::Partition::Replicated;
             let first = groups.replicas.rank() == 0 && (!replicated || groups.tp.rank() == 0);
             let counts = param.role == Role::Primary && first;
@@ -216,7 +217,7 @@ fn documents_apart_and_a_sliding_window() {
     for style in [Style::Gpt2, Style::Llama] {
         let mut config = model(style);
         config.model.sliding_window = Some(SlidingWindow { size: 5, full_layers: vec![2] });
-        // Some token of the synthetic text, met about once a sample.
+        // A token of the synthetic text that occurs about once per sample.
         let ends = DocumentEnds {
             token: 3,
             mask_loss: false,
@@ -230,7 +231,7 @@ fn documents_apart_and_a_sliding_window() {
     }
 }
 
-/// Then logits and their gradients have rows that lie apart in memory (`tensor_parallel::head`).
+/// Covers logits and gradients with rows that are padded in memory (`tensor_parallel::head`).
 #[test]
 fn a_vocabulary_whose_rows_of_logits_are_whole_pages() {
     let mut config = model(Style::Gpt2);

@@ -1,6 +1,7 @@
-//! CUDA graphs of a microbatch (`enable_cuda_graph`): steps by them have the bits of ordinary ones.
+//! CUDA graphs of a microbatch (`enable_cuda_graph`): steps with graphs have the same bits as
+//! ordinary steps.
 //!
-//! Needs a GPU, or stand-ins for NVIDIA's libraries (docs/explanation/gpu-kernels.md):
+//! It needs a GPU, or stand-ins for NVIDIA's libraries (docs/explanation/gpu-kernels.md):
 //! ```text
 //! cargo test --release --features cuda --test graphs
 //! ```
@@ -17,10 +18,10 @@ use megatron::{Result, comm};
 use models::Gpt;
 use system_tests::{Style, Tokens, sources, tiny};
 
-/// Enough for some after the third, which is the first by a graph.
+/// Enough for several steps after the third, which is the first with a graph.
 const STEPS: usize = 8;
 
-/// Two layers, three microbatches a step, a learning rate that changes at every one.
+/// Two layers, three microbatches per step, and a learning rate that changes in every step.
 fn config(style: Style, precision: Precision) -> RunConfig {
     let mut config = tiny(style, 0.0);
     let model = &mut config.model;
@@ -33,7 +34,7 @@ fn config(style: Style, precision: Precision) -> RunConfig {
     config
 }
 
-/// Tokens that end documents do not count, and every batch has another number of them.
+/// Tokens that end documents do not count, and every batch has a different number of them.
 fn data(config: &RunConfig) -> Sources {
     let d = &config.data;
     let (reset_positions, reset_attention) = (d.reset_position_ids, d.reset_attention_mask);
@@ -47,11 +48,11 @@ fn trainer(config: &RunConfig, device: &Device) -> Result<Trainer> {
     Trainer::new(config, &model, comm::solo(), &data(config), device)
 }
 
-/// What a step said: bits of loss and gradient norm, the learning rate and the loss scale that it
-/// was made with, and whether it was left out.
+/// The results of a step: bits of loss and gradient norm, its learning rate and loss scale, and
+/// whether it was skipped.
 type Step = (u64, u64, f64, f64, bool);
 
-/// A run's steps, and those of them that recorded a graph.
+/// A run's steps, and those that recorded a graph.
 fn train(config: &RunConfig, device: &Device) -> Result<(Vec<Step>, Vec<usize>)> {
     let mut trainer = trainer(config, device)?;
     let batch = GlobalBatch::new(
@@ -81,12 +82,12 @@ fn train(config: &RunConfig, device: &Device) -> Result<(Vec<Step>, Vec<usize>)>
 
 #[track_caller]
 fn the_same_with_graphs(config: &RunConfig) -> Vec<Step> {
-    // One device, so that algorithms are chosen once.
+    // One device, so that algorithms are chosen only once.
     let device = Choice::Cuda(Some(0)).open(0).unwrap();
     let mut with_graphs = config.clone();
     with_graphs.training.enable_cuda_graph = true;
-    // First, so that it finds nothing on the device that a run without, or its evaluation, has left
-    // there.
+    // The run with graphs is first, so that the device holds nothing of the run without them or of
+    // its evaluation.
     let (graphs, recorded) = train(&with_graphs, &device).unwrap();
     let (plain, none) = train(config, &device).unwrap();
     assert_eq!(graphs, plain);
@@ -94,7 +95,7 @@ fn the_same_with_graphs(config: &RunConfig) -> Vec<Step> {
     plain
 }
 
-/// None is the one of the step that recorded the graph.
+/// No value equals that of the step that recorded the graph.
 #[track_caller]
 fn changes(what: &str, values: impl Iterator<Item = f64>) {
     let values: Vec<f64> = values.collect();
@@ -123,7 +124,7 @@ fn learning_rates_and_numbers_of_unmasked_tokens_are_those_of_the_step() {
 
 #[test]
 fn loss_scales_are_those_of_the_step() {
-    // Doubled after every step that does not overflow, halved after one that does.
+    // Doubled after every step without overflow, halved after one with overflow.
     let scale = DynamicLossScale {
         initial: 65536.0,
         window: 1,
@@ -198,7 +199,7 @@ fn selective_recompute_is_the_same() {
     the_same_with_graphs(&config);
 }
 
-/// Results are read once the next step is queued, but for the last one's.
+/// Results are read after the next step is queued, except those of the last step.
 #[test]
 fn a_gpu_is_a_step_ahead_of_what_is_read() {
     for graphs in [false, true] {

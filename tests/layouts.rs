@@ -1,4 +1,4 @@
-//! One loss curve on any layout: every cut of a run follows the single process, from bitwise the
+//! One loss curve on any layout: every layout of a run follows the single process, from bitwise the
 //! same initial weights.
 
 use megatron::Result;
@@ -34,7 +34,8 @@ const LAYOUTS: [(usize, usize, usize, usize); 17] = [
     (2, 2, 2, 2),
 ];
 const STEPS: usize = 30;
-/// Allowed relative difference; measured ones are about 1e-8 in losses and 1e-7 in gradient norms.
+/// Allowed relative difference; measured differences are about 1e-8 in losses and 1e-7 in gradient
+/// norms.
 const TOLERANCE: f64 = 1e-4;
 
 fn agree(what: &str, run: &Run, alone: &Run) {
@@ -100,8 +101,7 @@ fn llama_style_with_dropout() {
     every_layout_follows_the_single_process(Style::Llama, 0.1);
 }
 
-/// Weights, gradients, masters and moments of each rank, as they are there when nothing was trained
-/// yet.
+/// Bytes of weights, gradients, master weights and moments of each rank, before training.
 fn held(config: &RunConfig) -> Vec<(usize, [f64; 4])> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     let ranks = on_ranks(config.parallel.world_size(), |world| {
@@ -148,8 +148,8 @@ fn ranks_hold_what_was_counted_before() {
     }
 }
 
-/// The norm of all parameters and the zeros of the gradient in each step, and the norm of the
-/// parameters put together in the end.
+/// The norm of all parameters and the number of zeros in the gradient in each step, and the norm of
+/// the final parameters, computed from the assembled state.
 fn statistics(config: &RunConfig, data: &Sources) -> (Vec<(f64, f64)>, f64) {
     let mut config = config.clone();
     (config.logging.log_params_norm, config.logging.log_num_zeros_in_grad) = (true, true);
@@ -175,14 +175,14 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
     let folder = tempfile::tempdir().unwrap();
     for style in [Style::Gpt2, Style::Llama] {
         let mut config = tiny(style, 0.0);
-        // More tokens than a batch has, so that some rows of the embedding have no gradient; and
-        // padding rows.
+        // More tokens than a batch contains, so that some rows of the embedding have no gradient;
+        // and padding rows.
         config.model.vocab_size = 203;
         let data = sources(Tokens::synthetic(203, config.model.seq_length));
         let alone = statistics(&config, &data).0;
         let zeros: Vec<f64> = alone.iter().map(|(_, zeros)| *zeros).collect();
-        // Of a tied matrix every row is in the head's products; and what rounding leaves of the
-        // gradients of keys' biases, which attention does not depend on, may be zero in one order
+        // In a tied matrix every row has a gradient from the head. Attention does not depend on the
+        // biases of keys; their gradients consist of rounding errors and may be zero in one order
         // of summation and not in another.
         let key_biases = if style == Style::Gpt2 { 8.0 * 16.0 } else { 0.0 };
         let expected = |zeros: &f64| match style {

@@ -1,5 +1,5 @@
-//! Checkpoints of Megatron-LM, as Megatron-Core wrote them under its layouts, on several of ours,
-//! against Megatron's logits; what is refused.
+//! Loads Megatron-LM checkpoints, written by Megatron-Core under its layouts, on several layouts of
+//! ours and compares the logits with Megatron's; tests refusals.
 //!
 //! Fixtures: `fixtures/make_megatron_core.py`.
 
@@ -31,7 +31,7 @@ fn expected(name: &str) -> (Vec<u32>, Vec<f32>) {
     (tokens, expected["logits"].flatten_all().unwrap().to_vec1().unwrap())
 }
 
-/// A run of `model`, cut as dp · tp · pp.
+/// A run of `model`, with layout dp · tp · pp.
 fn run(model: &ModelConfig, (dp, tp, pp): (usize, usize, usize)) -> RunConfig {
     let mut config = layout(tiny(Style::Gpt2, 0.0), dp, tp, pp);
     config.model = model.clone();
@@ -90,7 +90,7 @@ fn an_imported_model_is_exported_to_hugging_face() {
     }
 }
 
-/// A copy of the checkpoint of a fixture.
+/// Copies the checkpoint of a fixture.
 fn copied(name: &str, to: &Path) -> PathBuf {
     let (from, to) = (fixture(name).join("iter_0000005"), to.join("iter_0000005"));
     std::fs::create_dir_all(&to).unwrap();
@@ -101,13 +101,13 @@ fn copied(name: &str, to: &Path) -> PathBuf {
     to
 }
 
-/// What opening a checkpoint and reading all of it says.
+/// The result of opening a checkpoint and reading all of it.
 fn read_all(folder: &Path) -> Result<Vec<Vec<u8>>, String> {
     let model = MegatronModel::open(folder, None).map_err(|e| e.to_string())?;
     (0..model.parameters().count()).map(|at| model.read(at).map_err(|e| e.to_string())).collect()
 }
 
-/// What is said of a copy of a fixture that `damage` has changed.
+/// The error for a copy of a fixture that `damage` has changed.
 fn refusal(name: &str, damage: impl FnOnce(&Path)) -> String {
     let dir = tempfile::tempdir().unwrap();
     let folder = copied(name, dir.path());
@@ -115,7 +115,7 @@ fn refusal(name: &str, damage: impl FnOnce(&Path)) -> String {
     read_all(&folder).err().unwrap_or_default()
 }
 
-/// Replaces `old` by `new`, of the same length, wherever it is.
+/// Replaces every occurrence of `old` by `new`, which has the same length.
 fn replace(path: &Path, old: &str, new: &str) {
     assert_eq!(old.len(), new.len());
     let mut bytes = std::fs::read(path).unwrap();
@@ -214,7 +214,7 @@ fn tensors_that_are_missing_left_over_or_of_another_dtype_are_named() {
     assert!(why.contains("dtype other than float32, bfloat16, float16"), "{why}");
     let why = renamed("__3_0.distcp", "../_0.distcp");
     assert!(why.contains("own folder"), "{why}");
-    // Pieces that are another tensor's.
+    // Pieces with the dtype of another tensor.
     let why =
         refusal("qwen2-bf16", |folder| replace(&folder.join(".metadata"), "bfloat16", "float32."));
     assert!(why.contains("dtype"), "{why}");
@@ -245,7 +245,7 @@ fn arguments_that_are_missing_or_not_available_or_of_another_model_are_refused()
     let why = refusal("llama-tp2-pp2", |folder| {
         recommon(folder, |pickle| {
             let at = pickle.windows(12).position(|part| part == b"qk_layernorm").unwrap();
-            // Behind the name it is remembered, and then the value.
+            // After the name comes an opcode that remembers it, and then the value.
             let value = at + pickle[at..].iter().position(|&byte| byte == 0x89).unwrap();
             pickle[value] = 0x88;
         });
@@ -301,7 +301,7 @@ fn an_import_that_fails_leaves_nothing_and_one_into_its_own_source_is_refused() 
     let folder = copied("gpt2-tp2", dir.path());
     let path = folder.join("__0_0.distcp");
     let good = std::fs::read(&path).unwrap();
-    // Within the first of the data.
+    // In the data of the first file.
     let mut damaged = good.clone();
     let last = damaged.len() / 2;
     damaged[last] ^= 1;

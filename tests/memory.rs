@@ -1,5 +1,5 @@
-//! A GPU's memory, on the emulator, which is told of a limit and of an allocator that counts: what
-//! a step reports of it, and what is said where it is used up.
+//! GPU memory, on an emulator with a memory limit and a counting allocator: the memory that a step
+//! reports, and the error when it is exhausted.
 //!
 //! ```text
 //! cargo test --release --features emulated --test memory
@@ -15,7 +15,7 @@ use megatron::config::RunConfig;
 use megatron::train::StepMetrics;
 use system_tests::{Style, Tokens, on_ranks, sources, tiny, trainer};
 
-/// The system's allocator, which counts the bytes in use.
+/// The system's allocator, with a count of the bytes in use.
 struct Counting;
 
 static USED: AtomicU64 = AtomicU64::new(0);
@@ -29,7 +29,7 @@ fn took(bytes: usize) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         took(layout.size());
-        // SAFETY: the caller's promises; so below.
+        // SAFETY: as the caller promises; the same below.
         unsafe { System.alloc(layout) }
     }
 
@@ -56,8 +56,8 @@ fn config() -> RunConfig {
     config
 }
 
-/// A step on a device with `room` bytes beyond what is in use before the trainer is made, and
-/// after.
+/// Runs a step on a device with `before` free bytes while the trainer is built and `after` free
+/// bytes afterwards.
 fn step(before: u64, after: u64) -> Result<StepMetrics, Error> {
     let config = config();
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
@@ -73,18 +73,18 @@ fn step(before: u64, after: u64) -> Result<StepMetrics, Error> {
     ranks.map(|mut ranks| ranks.remove(0))
 }
 
-/// One after the other, since the limit is the device's.
+/// One test for all cases, because the limit is global to the device.
 #[test]
 fn the_peak_is_reported_and_too_little_memory_explained() {
     const ENOUGH: u64 = 1 << 40;
     let metrics = step(ENOUGH, ENOUGH).unwrap();
     let memory = metrics.memory;
-    // Weights, gradients and two moments of 2000 · 128 numbers and some, at least.
+    // At least weights, gradients and two moments of 2000 · 128 elements.
     let least = 2 * 4 * 4 * 2000 * 128;
     assert!(memory.allocated > least && memory.reserved == Some(memory.allocated), "{memory:?}");
     assert_eq!(metrics.to_json()["memory_reserved"], memory.allocated);
 
-    // While activations are made.
+    // Memory runs out during the activations.
     let error = step(ENOUGH, 300_000).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, Error::OutOfMemory(_)), "{text}");
@@ -103,8 +103,8 @@ fn the_peak_is_reported_and_too_little_memory_explained() {
         assert!(text.contains(part), "{part:?} is not in {text:?}");
     }
 
-    // While the model is built, after main gradients, which come first, before weights: nothing is
-    // to be gained from fewer activations.
+    // Memory runs out while the model is built, after the main gradients, which come first, and
+    // before the weights. Fewer activations would not help.
     let text = step(6_500_000, ENOUGH).unwrap_err().to_string();
     assert!(text.starts_with("weights: no memory on the GPU"), "{text}");
     assert!(

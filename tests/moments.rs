@@ -1,5 +1,5 @@
-//! Adam's moments in bf16: the curve of those in fp32, the same rounding on any layout, checkpoints
-//! that either resumes.
+//! Adam's moments in bf16: the loss curve follows fp32, rounding is the same on any layout, and
+//! checkpoints resume in either dtype.
 
 use megatron::config::{MomentDtype, Precision, Recompute, RunConfig, ScheduleKind};
 use megatron::params::StateKind;
@@ -24,7 +24,7 @@ fn in_fp32(mut config: RunConfig) -> RunConfig {
     config
 }
 
-/// Of the elements of a kind of state, the share that differ by more than `tolerance`.
+/// The share of elements of a state kind that differ by more than `tolerance`.
 fn share_apart(a: &Run, b: &Run, kind: StateKind, tolerance: f32) -> f64 {
     let of = |run: &Run| {
         run.last
@@ -64,9 +64,9 @@ fn losses_follow_those_with_moments_in_fp32() {
     }
 }
 
-/// Numbers of elements, not places on ranks, decide how second moments are rounded: layouts differ
-/// where the gradients' own rounding carries one over the edge. With random numbers of their own,
-/// half of the elements would be apart.
+/// The rounding of second moments depends on the elements' indices, not on their places on ranks.
+/// Layouts differ only where the gradients' own rounding changes the result of stochastic rounding.
+/// With separate random numbers, half of the elements would differ.
 #[test]
 fn every_layout_rounds_alike() {
     for style in [Style::Gpt2, Style::Llama] {
@@ -129,7 +129,7 @@ fn a_run_continues_bitwise_and_with_moments_in_another_dtype() {
     assert_eq!(resumed.losses, uninterrupted.losses[6..]);
     assert!(resumed.last == uninterrupted.last, "final state");
 
-    // What is stored is taken over as it is, and as the nearest bf16.
+    // Stored moments are loaded unchanged, and rounded to the nearest bf16.
     let stored = train_from(&config, Some(&path), 0).unwrap().last;
     assert!(train_from(&in_fp32(config.clone()), Some(&path), 0).unwrap().last == stored);
     let wide = dir.path().join("wide");

@@ -1,5 +1,5 @@
-//! Optimizer state in files instead of memory: the same bits on every layout, and checkpoints that
-//! are the same.
+//! Optimizer state in files instead of memory: the same bits on every layout, and identical
+//! checkpoints.
 
 use std::env::temp_dir;
 
@@ -12,12 +12,12 @@ use system_tests::{Style, layout, save_after, tiny, train, train_from};
 const STEPS: usize = 8;
 
 fn offloaded(mut config: RunConfig) -> RunConfig {
-    // Of files without names there is nothing to clean up.
+    // Unnamed files leave nothing to clean up.
     config.optimizer.offload = OptimizerOffload::Nvme(temp_dir());
     config
 }
 
-/// What is stored of `config`, in every precision and kind of state.
+/// Configurations with every precision and kind of state.
 fn variants() -> Vec<RunConfig> {
     let plain = tiny(Style::Gpt2, 0.1);
     let mut variants = Vec::new();
@@ -81,7 +81,7 @@ fn either_run_resumes_the_other_bitwise() {
             assert_eq!(resumed.losses, uninterrupted.losses[4..]);
             assert!(resumed.last == uninterrupted.last, "final state");
             let stored = train_from(&from, Some(&path), 0).unwrap().last;
-            // Of another layout, whose shards come in several parts.
+            // Another layout, whose shards come in several parts.
             let alone = layout(to, 1, 1, 1);
             assert!(
                 train_from(&alone, Some(&path), 0).unwrap().last == stored,

@@ -1,4 +1,5 @@
-//! Twenty AdamW steps of PyTorch + Hugging Face transformers, step by step, on several layouts.
+//! Compares twenty AdamW steps with PyTorch + Hugging Face transformers, step by step, on several
+//! layouts.
 //!
 //! Fixtures: `fixtures/make_oracle.py`.
 
@@ -10,9 +11,9 @@ use models::hf::HfModel;
 use serde_json::Value;
 use system_tests::{Style, Tokens, layout, on_ranks, sources, tiny, trainer};
 
-/// Relative difference allowed to every loss and gradient norm.
+/// Allowed relative difference of every loss and gradient norm.
 const TOLERANCE: f64 = 1e-4;
-/// Absolute difference allowed to every final weight.
+/// Allowed absolute difference of every final weight.
 const WEIGHT_TOLERANCE: f32 = 2e-4;
 
 fn folder(style: Style) -> PathBuf {

@@ -1,4 +1,5 @@
-//! 16-bit training: the curve of fp32, on any layout, with checkpoints that any precision resumes.
+//! 16-bit training: it follows the curve of fp32 on any layout, and its checkpoints resume in any
+//! precision.
 
 use std::path::Path;
 
@@ -77,8 +78,9 @@ fn every_layout_follows_the_single_process() {
 }
 
 /// Under tp each rank's term of a sum is rounded to 16 bits before the terms are added, and under
-/// dp gradients are added in another order: activations differ by their rounding, 2⁻⁹ in bf16 and
-/// 2⁻¹² in fp16, of which most cancels in the mean over 128 tokens. Measured are 8e-5 and 6e-6.
+/// dp gradients are added in another order. Activations differ by their rounding, 2⁻⁹ in bf16 and
+/// 2⁻¹² in fp16; most of it cancels in the mean over 128 tokens. Measured differences are 8e-5 and
+/// 6e-6.
 fn tolerance(precision: Precision) -> f64 {
     if precision == Precision::Bf16 { 5e-4 } else { 5e-5 }
 }
@@ -178,7 +180,7 @@ fn the_same_layout_continues_bitwise() {
     }
 }
 
-/// What a checkpoint holds, as fp32 training loads it.
+/// The content of a checkpoint, as fp32 training loads it.
 fn stored(path: &Path) -> State {
     train_from(&tiny(Style::Gpt2, 0.1), Some(path), 0).unwrap().last
 }
@@ -211,7 +213,7 @@ fn a_checkpoint_passes_through_any_precision_and_layout_as_it_is() {
     }
 }
 
-/// Asserts that the weights of a rank are the rounding of its masters.
+/// Asserts that a rank's weights are the rounded values of its master weights.
 fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
     let store = &trainer.stage().params;
     for bucket in store.buckets() {
@@ -220,8 +222,8 @@ fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
         let values = |t: &Tensor| t.to_dtype(DType::F32)?.to_vec1::<f32>();
         assert!(values(&weights)?.iter().any(|w| *w != 0.0));
         if weights.dtype() == DType::BF16 {
-            // Whatever the low halves are, high ones are the rounding; so nothing but zeros would
-            // be wrong.
+            // The high halves are the rounded values whatever the low halves are, so only low
+            // halves that are all zero would be wrong.
             assert!(master.values.to_vec1::<i16>()?.iter().any(|low| *low != 0));
         } else {
             assert_eq!(values(&weights)?, values(&master.values.to_dtype(weights.dtype())?)?);
@@ -246,7 +248,8 @@ fn another_precision_goes_on_with_the_curve() {
     }
 }
 
-/// Makes one element of a normalization on this rank infinite, and returns what to put back.
+/// Makes one element of a normalization on this rank infinite, and returns the tensors for
+/// restoring it.
 fn poison(trainer: &Trainer) -> megatron::Result<(Tensor, Tensor)> {
     let mut norms = trainer
         .stage()
@@ -265,7 +268,8 @@ fn poison(trainer: &Trainer) -> megatron::Result<(Tensor, Tensor)> {
 
 #[test]
 fn an_overflow_on_one_rank_is_skipped_on_all_and_follows_the_rule() {
-    // x: a rank's gradients overflow. As in DeepSpeed with a window of 2 and a hysteresis of 2.
+    // x: a rank's gradients overflow. The scales are DeepSpeed's with a window of 2 and a
+    // hysteresis of 2.
     let steps = ".x.x...x";
     let scales = [1024.0, 1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0];
     for (dp, tp, pp, zero) in
@@ -326,7 +330,7 @@ fn the_loss_scale_changes_no_fp32_accumulated_value_and_is_resumed() {
     });
     assert_eq!(before[0].0, [4096.0; 4]);
     let path = dir.path().join("iter_0000004");
-    // The run's own initial scale is not taken where one was saved.
+    // A saved scale takes precedence over the run's own initial scale.
     let resumed = each_rank(&with(2.0), |trainer| {
         trainer.load(&path)?;
         scales(trainer, 4)

@@ -1,5 +1,5 @@
-//! Global batches that grow: on any layout, under any schedule, and through a checkpoint amid the
-//! growth.
+//! Batch-size ramp-up: on any layout, under any schedule, and through a checkpoint during the
+//! ramp-up.
 
 use megatron::config::{BatchSizeRampup, RunConfig, ScheduleKind};
 use system_tests::{
@@ -30,7 +30,7 @@ fn steps_have_the_batches_that_grow_and_what_they_count_follows() {
     let consumed: Vec<_> = steps.iter().map(|step| step.consumed_samples).collect();
     assert_eq!(consumed, [4, 8, 12, 16, 24, 32, 44, 56, 72, 88]);
     assert!(steps.iter().all(|step| step.consumed_tokens == step.consumed_samples * 16));
-    // Warm-up is over 16 samples: the k-th step's rate depends on the samples before it.
+    // Warm-up covers 16 samples; the rate of step k depends on the samples before it.
     assert_eq!([0, 1, 4].map(|k| steps[k].learning_rate), [0.0, 0.25e-3, 1e-3]);
     assert_eq!(trainer.progress().applied_samples, 88);
 }
@@ -53,7 +53,7 @@ fn every_layout_follows_one_process() {
         let mut delayed = cut(2, 1, 2);
         (delayed.parallel.delay_wgrad_compute, delayed.parallel.use_distributed_optimizer) =
             (true, true);
-        // Interleaved schedules need a multiple of pp microbatches, here 2 in the first steps.
+        // Interleaved schedules need a multiple of pp microbatches; the first steps have 2.
         let layouts = [
             cut(4, 1, 1),
             cut(1, 2, 1),

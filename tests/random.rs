@@ -1,9 +1,9 @@
-//! Models, layouts, schedules and precisions drawn at random: each run follows the single process,
-//! has the bits of the same cut without a pipeline, and its checkpoint goes on under another
-//! layout, resharded or not, and with what is communicated issued early.
+//! Random models, layouts, schedules and precisions. Each run follows the single process and has
+//! the same bits as the same layout without a pipeline. Its checkpoint continues under another
+//! layout, resharded or not, and with communication issued early.
 //!
-//! `RANDOM_RUNS` and `RANDOM_SEED` in the environment say how many are drawn, and from where on; a
-//! failure names its seed.
+//! The environment variables `RANDOM_RUNS` and `RANDOM_SEED` set the number of runs and the first
+//! seed. A failure names its seed.
 
 use megatron::checkpoint::latest;
 use megatron::comm::CommOptions;
@@ -18,7 +18,7 @@ const STEPS: usize = 5;
 /// Steps before the checkpoint.
 const SAVED: usize = 2;
 
-/// The same cut over tp, cp and dp, with neither a pipeline nor what changes no bit.
+/// The same layout over tp, cp and dp, without a pipeline and without options that change no bit.
 fn without_pipeline(config: &RunConfig) -> RunConfig {
     let mut plain = config.clone();
     plain.training.recompute = Recompute::None;
@@ -32,9 +32,9 @@ fn without_pipeline(config: &RunConfig) -> RunConfig {
     plain
 }
 
-/// Allowed differences of losses and gradient norms between layouts that add in another order. Of a
-/// thousand runs the largest measured are 1e-11 and 0 (norms are fp32), 2e-5 and 2e-4, 7e-3 and
-/// 6e-2, 2e-3 and 2e-2.
+/// Allowed differences of losses and gradient norms between layouts that add in different orders.
+/// The largest differences in a thousand runs were, per precision, 1e-11 and 0 (norms are fp32),
+/// 2e-5 and 2e-4, 7e-3 and 6e-2, 2e-3 and 2e-2.
 fn tolerances(precision: Precision) -> (f64, f64) {
     match precision {
         Precision::Fp64 => (1e-10, 1e-6),
@@ -44,8 +44,9 @@ fn tolerances(precision: Precision) -> (f64, f64) {
     }
 }
 
-/// As [`tolerances`]; where a model is so steep that in 16 bits the single process, `alone`, is
-/// itself far from what it does in fp32, layouts may be as far from it and from each other.
+/// As [`tolerances`], with one exception: some models are so steep that the single process,
+/// `alone`, differs more between 16 bits and fp32. Layouts may then differ from it, and from each
+/// other, by the same amount.
 fn allowed(plain: &RunConfig, data: &TrainSources, alone: &Run) -> (f64, f64) {
     let (losses, norms) = tolerances(plain.training.precision);
     if !matches!(plain.training.precision, Precision::Bf16 | Precision::Fp16(_)) {
@@ -110,7 +111,7 @@ fn one(seed: u64) {
     let rest = STEPS - SAVED;
     let overlap = CommOptions { overlap: true, ..CommOptions::default() };
     let on = train_with(overlap, &data, &first, Some(&path), rest).unwrap();
-    // Checkpoints are of fp32.
+    // Checkpoints hold fp32.
     let within = if precision == Precision::Fp64 { tolerances(Precision::Fp32) } else { within };
     if precision != Precision::Fp64 {
         same_bits("losses after the checkpoint", &on.losses[..], &run.losses[SAVED..]);
@@ -118,8 +119,7 @@ fn one(seed: u64) {
     } else {
         close("goes on", within, numbers(&on), (&run.losses[SAVED..], &run.grad_norms[SAVED..]));
     }
-    // By ranks that read what they need of another layout's files, or from files of their own
-    // layout.
+    // Ranks read what they need from another layout's files, or from files of their own layout.
     let resharded = tempfile::tempdir().unwrap();
     let path = if r.chance(50) {
         let saved = SavedGpt::open(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Resharded checkpoints are those that a run of the other layout would have saved.
+//! Resharded checkpoints equal those that a run of the other layout would have saved.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn data(config: &RunConfig) -> megatron::train::Sources {
     sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length))
 }
 
-/// Trains three steps under dp 2 · pp 2 with ZeRO-1, in small buckets, and saves.
+/// Trains three steps under dp 2 · pp 2 with ZeRO-1 and small buckets, and saves.
 fn first(style: Style, dir: &Path) -> PathBuf {
     let config = writer(style);
     let paths = on_ranks(config.parallel.world_size(), |world| {
@@ -35,7 +35,7 @@ fn writer(style: Style) -> RunConfig {
     config
 }
 
-/// Loads a checkpoint under `config` and saves it: what resharding must give.
+/// Loads a checkpoint under `config` and saves it: the expected result of resharding.
 fn saved_by_ranks(config: &RunConfig, from: &Path, dir: &Path) -> PathBuf {
     let paths = on_ranks(config.parallel.world_size(), |world| {
         let mut trainer = trainer(config, world, &data(config))?;
@@ -51,7 +51,7 @@ fn reshard(from: &Path, dir: &Path, config: &RunConfig) -> PathBuf {
     latest(dir).unwrap().unwrap().path
 }
 
-/// The files of a checkpoint but for the manifest, by name.
+/// The files of a checkpoint, except the manifest, by name.
 fn shards(path: &Path) -> BTreeMap<String, Vec<u8>> {
     let manifest = Manifest::read(path).unwrap();
     manifest

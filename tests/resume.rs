@@ -1,4 +1,4 @@
-//! Any checkpoint on any layout: saved under one cut, continued under another.
+//! Any checkpoint on any layout: saved under one layout, continued under another.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -93,7 +93,7 @@ fn another_architecture_is_refused_by_name() {
     assert!(error.contains("num_layers is 8 there and 4 here"), "{error}");
 }
 
-/// Writes down which samples are read.
+/// Records which samples are read.
 struct Watched(Tokens, Mutex<Vec<u64>>);
 
 impl SampleSource for Watched {
@@ -129,7 +129,7 @@ fn with_sequences_of_another_length_the_data_go_on_behind_the_tokens_that_were_r
             let mut trainer = trainer(&config, world, &data)?;
             trainer.load(&path)?;
             trainer.step()?;
-            // Another run goes on from here with the same length.
+            // Another run continues from here with the same length.
             trainer.save(&dir.path().join(length.to_string()))?;
             trainer.step()
         });
@@ -153,7 +153,7 @@ fn with_sequences_of_another_length_the_data_go_on_behind_the_tokens_that_were_r
     }
 }
 
-/// `config`, which takes of a checkpoint what `takes` says.
+/// `config`, with `takes` as the parts of a checkpoint that it loads.
 fn taking(mut config: RunConfig, takes: Takes) -> RunConfig {
     config.checkpoint.takes = takes;
     config
@@ -164,7 +164,7 @@ fn a_run_that_takes_weights_alone_is_a_run_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let path = save_after(&writer(Style::Llama), 10, dir.path());
     let saved = train_from(&writer(Style::Llama), Some(&path), 0).unwrap().last;
-    // Nothing is left of the optimizer's state, so another optimizer may train them.
+    // No optimizer state is loaded, so another optimizer may train the weights.
     for kind in [OptimizerKind::Adam, OptimizerKind::Sgd] {
         let mut config = taking(layout(tiny(Style::Llama, 0.1), 1, 2, 1), Takes::Weights);
         config.optimizer.kind = kind;
@@ -195,7 +195,7 @@ fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
     let uninterrupted = train(&writer(Style::Gpt2), 12).unwrap();
     let resumed =
         train_from(&taking(writer(Style::Gpt2), Takes::WithoutOptimizer), Some(&path), 2).unwrap();
-    // The same samples, dropout and weights; then Adam's first step, as of a new run.
+    // The same samples, dropout and weights, but Adam's first step, as in a new run.
     assert_eq!(resumed.losses[0], uninterrupted.losses[10]);
     assert_ne!(resumed.losses[1], uninterrupted.losses[11]);
     let config = taking(tiny(Style::Gpt2, 0.1), Takes::WithoutOptimizer);
@@ -205,7 +205,7 @@ fn without_the_optimizers_state_a_run_goes_on_where_it_was_with_a_fresh_one() {
         trainer.load(&path)?;
         Ok(trainer.progress())
     });
-    // Adam corrects its moments by the number of updates that are in them.
+    // Adam's bias correction uses the number of updates in its moments.
     let progress = progress.unwrap()[0];
     assert_eq!((progress.iteration, progress.consumed_samples, progress.updates), (10, 80, 0));
     let mut sgd = writer(Style::Gpt2);

@@ -1,4 +1,4 @@
-//! Checkpoints that are written while training goes on.
+//! Checkpoints that are written while training continues.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ fn files(folder: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// Runs whose state is kept in every way there is: whole and cut by ZeRO-1, fp32, in halves, and
-/// with fp32 masters.
+/// Runs with every kind of state: whole and sharded by ZeRO-1, fp32, split into halves, and with
+/// fp32 master weights.
 fn configs() -> Vec<RunConfig> {
     let mut configs = Vec::new();
     for precision in [

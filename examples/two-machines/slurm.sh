@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs run.toml in a Slurm job of two machines with 8 GPUs each, one task a GPU. Five minutes before
-# its time is over the job saves, and is put in the queue again until the run is done.
+# Runs run.toml in a Slurm job of two machines with 8 GPUs each, one task per GPU. Five minutes
+# before its time limit the job saves, and is requeued until the run is done.
 #
 #   sbatch examples/two-machines/slurm.sh
 #
-# Change: time, cores and, where your site wants them, --partition and --account. Submit it in the
-# folder to which the paths in run.toml are relative, and which all machines share; `megatron` is on
-# the PATH there.
+# Change: time, cores and, if your site requires them, --partition and --account. Submit it from the
+# folder that the paths in run.toml are relative to. All machines must share this folder, and
+# `megatron` must be on the PATH there.
 
 #SBATCH --job-name=two-machines
 #SBATCH --nodes=2
@@ -20,21 +20,21 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-# By this the ranks know each other. Those of other jobs on these machines do not have it.
+# Authenticates the ranks to each other. Other jobs on these machines do not have this secret.
 MEGATRON_RUN_SECRET=$(openssl rand -hex 32) || exit
 export MEGATRON_RUN_SECRET
 
-# What `megatron launch` would set: a GPU's queues for all streams, and NCCL's connections made at
-# the start rather than amid a step.
+# The settings of `megatron launch`: a GPU queue for every stream, and NCCL connections at the start
+# instead of in the middle of a step.
 export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_RUNTIME_CONNECT=0
 
-# Since Slurm 22.05 srun does not take --cpus-per-task from sbatch.
+# Since Slurm 22.05 srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
 
-# Ranks learn their places, and where to meet, from the variables of srun.
+# Ranks get their numbers and their meeting point from the variables of srun.
 srun megatron pretrain examples/two-machines/run.toml
 code=$?
 
-# 138: stopped by SIGUSR1, and saved.
+# 138: saved and stopped after SIGUSR1.
 [ "$code" -ne 138 ] || exec scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

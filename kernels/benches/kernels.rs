@@ -1,8 +1,8 @@
 //! Time of every kernel at the shapes of a GPT-2-small layer (512 tokens × 4 samples, 768 wide),
 //! f32.
 //!
-//! `cargo bench --bench kernels` on all threads;
-//! `RAYON_NUM_THREADS=1 cargo bench --bench kernels -- linear` for one kernel on one.
+//! `cargo bench --bench kernels` on all threads; `RAYON_NUM_THREADS=1 cargo bench --bench kernels
+//! -- linear` for one kernel on one.
 
 use candle_core::{DType, Device, Tensor};
 use criterion::{Criterion, Throughput};
@@ -34,14 +34,14 @@ fn ids(shape: (usize, usize)) -> Result<Tensor> {
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
-/// Times `f`, whose `work` is floating-point operations (`Elements`) or bytes moved.
+/// Times `f`. `work` is its floating-point operations (`Elements`) or the bytes it moves.
 fn time<R>(
     c: &mut Criterion,
     name: &str,
     work: Throughput,
     f: impl Fn() -> Result<R>,
 ) -> Result<()> {
-    f()?; // refused inputs are reported, not timed
+    f()?; // report refused inputs, do not time them
     let mut group = c.benchmark_group("kernels");
     group.throughput(work).sample_size(10).bench_function(name, |bench| bench.iter(&f));
     group.finish();

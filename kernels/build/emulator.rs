@@ -1,4 +1,4 @@
-//! The kernels as a static library for the CPU, with the emulator that runs them.
+//! Builds the kernels as a static library for the CPU, with the emulator that runs them.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,7 +14,7 @@ pub fn build() -> Result<(), String> {
     let compiled = sources::compile(&files, "o", &version, |file, object| {
         let stem = sources::stem(file);
         let mut command = Command::new(&compiler);
-        // Contraction as nvcc does; kernels see 16-bit elements through wider types.
+        // Contraction as in nvcc; kernels access 16-bit elements through wider types.
         command.args([
             "-std=c++17",
             "-O2",
@@ -79,7 +79,7 @@ pub fn build() -> Result<(), String> {
     sources::write_modules(&modules)
 }
 
-/// A C++ compiler, and what it says about its version.
+/// A C++ compiler, and its version output.
 fn find() -> Result<(PathBuf, String), String> {
     let candidates: Vec<PathBuf> = env::var_os("CXX")
         .into_iter()

@@ -1,9 +1,9 @@
-//! CUDA's libraries, loaded when they are first called.
+//! CUDA libraries, loaded at their first call.
 //!
-//! Linked in the ordinary way, a program does not even start where one of them is missing, be it
-//! for `--help`. So every function of theirs is defined here, as a jump through a table whose
-//! entries `gpu::libraries` fills by `dlsym` at the first call; since nothing is left for the
-//! libraries to resolve, the linker (`--as-needed`) drops them.
+//! If they were linked in the ordinary way, a program without one of them would not even start for
+//! `--help`. So this file defines each of their functions as a jump through a table.
+//! `tensor::gpu::libraries` fills the entries by `dlsym` at the first call. Nothing is left for the
+//! libraries to resolve, so the linker (`--as-needed`) drops them.
 
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -12,8 +12,8 @@ use std::{env, fs};
 
 use crate::sources;
 
-/// A library: what it is called, what all its functions begin with, the headers that name them, and
-/// the status that says that it is not there (`gpu::libraries` has them return it).
+/// A library: its name, the prefixes of its functions, the headers that declare them, and the
+/// status for a missing library (which its functions return, see `tensor::gpu::libraries`).
 struct Library {
     name: &'static str,
     soname: fn(&str) -> String,
@@ -65,7 +65,7 @@ const LIBRARIES: &[Library] = &[
         headers: &["nvrtc.h"],
         status: 11, // NVRTC_ERROR_INTERNAL_ERROR
     },
-    // NCCL's header need not be there to build: its functions are few.
+    // NCCL's header is not needed to build: its functions are few.
     Library {
         name: "nccl",
         soname: |_| "libnccl.so.2".into(),
@@ -139,22 +139,22 @@ pub fn build(nvcc: &Path, version: &str) -> Result<(), String> {
             names.into_iter().filter(|name| known.insert(name.clone())).map(|name| (at, name)),
         );
     }
-    // cudarc has the linker look for NCCL, which need not be there: an empty library (a linker's
-    // script without a command) is as good.
+    // cudarc makes the linker look for NCCL, which need not be installed. An empty library (a
+    // linker script without commands) satisfies it.
     write("libnccl.so", "/* empty */\n")?;
     println!("cargo::rustc-link-search=native={}", sources::out_dir().display());
     write("libraries.s", &assembly(&functions))?;
     write("libraries.rs", &table(&functions, major, &include))
 }
 
-/// Where the toolkit of this nvcc has its headers.
+/// The folder of headers of this nvcc's toolkit.
 fn include_dir(nvcc: &Path) -> Result<PathBuf, String> {
     let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(env::var_os).map(PathBuf::from);
     let on_path = env::var_os("PATH")
         .map(|path| env::split_paths(&path).collect::<Vec<_>>())
         .unwrap_or_default();
     let beside = [nvcc.parent().map(Path::to_path_buf)].into_iter().flatten().chain(on_path);
-    // bin/nvcc → its toolkit.
+    // From bin/nvcc to its toolkit.
     let beside = beside
         .filter(|bin| bin.join("nvcc").exists())
         .filter_map(|bin| Some(fs::canonicalize(bin).ok()?.parent()?.into()));
@@ -173,8 +173,8 @@ fn include_dir(nvcc: &Path) -> Result<PathBuf, String> {
     })
 }
 
-/// Identifiers of a header that begin with a prefix and a capital letter. Types are among them,
-/// which does no harm.
+/// Identifiers of a header that begin with a prefix and a capital letter. Types are included, which
+/// does no harm.
 fn functions_in<'a>(text: &'a str, prefixes: &'a [&str]) -> impl Iterator<Item = String> + use<'a> {
     let identifiers = text.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
     identifiers
@@ -186,7 +186,7 @@ fn functions_in<'a>(text: &'a str, prefixes: &'a [&str]) -> impl Iterator<Item =
         .map(str::to_string)
 }
 
-/// For each function a jump through its entry, which at first leads to `resolve` by its number.
+/// A jump for each function through its entry, which at first leads to `resolve` with its number.
 fn assembly(functions: &[(usize, String)]) -> String {
     let mut text = String::from(".section .text.gpu_libraries,\"ax\",@progbits\n");
     for (i, (_, name)) in functions.iter().enumerate() {
@@ -200,7 +200,7 @@ fn assembly(functions: &[(usize, String)]) -> String {
             "{FIRST}{i}: pushq ${i}\njmp gpu_library_resolve_first\n.size {name}, .-{name}"
         );
     }
-    // Everything that a caller may have passed in registers is kept over the search.
+    // Saves all registers in which a caller may have passed arguments.
     text.push_str("gpu_library_resolve_first:\n");
     let integers = ["rdi", "rsi", "rdx", "rcx", "r8", "r9", "rax"];
     for register in integers {
@@ -227,7 +227,7 @@ fn assembly(functions: &[(usize, String)]) -> String {
     text
 }
 
-/// Local labels of the first calls.
+/// Prefix of the local labels for first calls.
 const FIRST: &str = ".Lgpu_library_first_";
 
 fn table(functions: &[(usize, String)], major: &str, include: &Path) -> String {

@@ -1,5 +1,5 @@
-//! Compiles the kernels of `cuda/`: by nvcc for GPUs (feature `cuda`), or by a C++ compiler for the
-//! emulator (feature `emulated`).
+//! Compiles the kernels of `cuda/`: with nvcc for GPUs (feature `cuda`), or with a C++ compiler for
+//! the emulator (feature `emulated`).
 //!
 //! Without these features it does nothing and needs nothing.
 

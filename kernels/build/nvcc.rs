@@ -1,4 +1,5 @@
-//! Machine code for GPUs: a fatbin per file, for sm_80 and sm_90a, with PTX for what comes later.
+//! Machine code for GPUs: a fatbin per file, for sm_80 and sm_90a, with PTX for later
+//! architectures.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,7 +7,7 @@ use std::{env, fmt::Write};
 
 use crate::sources::{self, Compiled};
 
-/// Code for these is in every fatbin; files that end in `_sm90a` are for Hopper alone.
+/// Architectures of every fatbin; files that end in `_sm90a` are for Hopper only.
 const EVERYWHERE: &[&str] = &[
     "arch=compute_80,code=sm_80",
     "arch=compute_90a,code=sm_90a",
@@ -23,7 +24,7 @@ pub fn build() -> Result<(), String> {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let (nvcc, version) = find()?;
-    // Elsewhere the libraries are linked in the ordinary way.
+    // On other architectures the libraries are linked in the ordinary way.
     if env::var("CARGO_CFG_TARGET_ARCH").is_ok_and(|arch| arch == "x86_64") {
         crate::libraries::build(&nvcc, &version)?;
     }
@@ -37,7 +38,7 @@ pub fn build() -> Result<(), String> {
         command.arg("-I").arg(sources::dir().join("include")).arg(file).arg("-o").arg(object);
         command
     })?;
-    // Images hold words of 8 bytes, where `include_bytes` promises nothing.
+    // Images consist of 8-byte words, and `include_bytes` does not guarantee alignment.
     let mut modules = String::from(
         "#[repr(C, align(64))]\nstruct Aligned<T>(T);\n\npub static MODULES: &[(&str, &[u8])] = &[\n",
     );
@@ -57,7 +58,7 @@ pub fn build() -> Result<(), String> {
     sources::write_modules(&modules)
 }
 
-/// nvcc, and what it says about its version.
+/// nvcc, and its version output.
 fn find() -> Result<(PathBuf, String), String> {
     let homes = ["CUDA_HOME", "CUDA_PATH"]
         .iter()
@@ -76,9 +77,8 @@ fn find() -> Result<(PathBuf, String), String> {
     Err(format!("found no nvcc (looked for {}).\n{HOW_TO_GET}", tried.join(", ")))
 }
 
-/// Warns of kernels whose registers do not suffice (memory traffic that nobody wrote), and of what
-/// ptxas says of asynchronous products: where it has them wait for each other, it only "informs"
-/// (C7510 and the numbers behind it).
+/// Warns of kernels that spill registers to memory, and of ptxas notes on asynchronous products. If
+/// ptxas serializes them, it only reports "info" (C7510 and the following numbers).
 fn report(file: &Compiled) {
     let (mut kernel, mut code) = ("?", "?");
     for line in file.messages.lines() {
@@ -99,14 +99,14 @@ fn report(file: &Compiled) {
     }
 }
 
-/// Registers of each of the threads of Hopper's kernels as they begin: all that a multiprocessor
-/// has. One warpgroup then gives up all but 24, and the others take them: had they begun with
-/// fewer, they would wait for ever.
+/// Registers per thread with which Hopper's kernels must start: all of a multiprocessor's. One
+/// warpgroup then gives up all but 24, and the others take them. With fewer registers at the start,
+/// they would wait for ever.
 fn registers(threads: u32) -> u32 {
     65536 / threads / 8 * 8
 }
 
-/// Threads of a block: three warpgroups, or four.
+/// Threads per block: three warpgroups, or four.
 fn threads(kernel: &str) -> u32 {
     if kernel.ends_with("_64") && !kernel.starts_with("attention_dkdv") { 512 } else { 384 }
 }

@@ -1,4 +1,4 @@
-//! The kernels' source files, and compiling those that changed.
+//! The kernels' source files, and the compilation of changed ones.
 
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -8,12 +8,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::{env, fs, thread};
 
-/// What a compiler made of one file.
+/// The result of compiling one file.
 pub struct Compiled {
     /// The file's name without extension.
     pub stem: String,
     pub object: PathBuf,
-    /// What the compiler said.
+    /// The compiler's output.
     pub messages: String,
 }
 
@@ -42,8 +42,8 @@ pub fn stem(path: &Path) -> String {
     path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Compiles every file by the command that `command` makes for it and its object, several at once,
-/// unless file, headers and command are those of the object that is there.
+/// Compiles every file with the command that `command` makes for it and its object, several at a
+/// time. Skips files with an object of the same file, headers and command.
 pub fn compile(
     files: &[PathBuf],
     extension: &str,
@@ -125,7 +125,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
     fs::read(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Writes what `gpu` includes: a list of the compiled files.
+/// Writes the list of compiled files that `tensor::gpu` includes.
 pub fn write_modules(text: &str) -> Result<(), String> {
     let path = out_dir().join("modules.rs");
     fs::write(&path, text).map_err(|e| format!("{}: {e}", path.display()))

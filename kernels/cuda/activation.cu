@@ -1,20 +1,21 @@
 // GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and
 // SwiGLU (Shazeer 2020), forward and backward.
 //
-// Bound by memory: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
+// Memory-bound: a thread loads 16 bytes of each operand, computes in f32, and rounds once.
 #include "device.cuh"
 #include "inplace.cuh"
 
 DEVICE float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
-// 2·√(2/π)·(x + 0.044715·x³), whose sigmoid is (1 + tanh(√(2/π)·…))/2.
+// 2·√(2/π)·(x + 0.044715·x³). Its sigmoid is (1 + tanh(√(2/π)·…))/2.
 constexpr float C = 1.5957691216057308f;
 constexpr float C3 = 0.07135481627159646f;
 
 struct Gelu {
     DEVICE static float value(float x) { return x * sigmoid(x * (C + C3 * x * x)); }
     DEVICE static float gradient(float dy, float x) {
-        // From |x| = 22 on the sigmoid is 0 or 1, by which what would overflow is multiplied.
+        // From |x| = 22 on the sigmoid is 0 or 1, so the factor that could overflow is multiplied
+        // by 0.
         const float square = x * x > 500.0f ? 500.0f : x * x;
         const float s = sigmoid(x * (C + C3 * square));
         return dy * (s + x * s * (1.0f - s) * (C + 3.0f * C3 * square));
@@ -38,7 +39,7 @@ struct SquaredRelu {
     }
 };
 
-// A thread has this many vectors of each operand in flight.
+// Number of vectors of each operand that a thread has in flight.
 constexpr int UNROLL = 2;
 
 // y may be x.
@@ -97,8 +98,8 @@ struct Swiglu {
     DEVICE static float of_up(float gate, float dy) { return dy * (gate * sigmoid(gate)); }
 };
 
-// Rows are blockIdx.x, parts of a row blockIdx.y: no division. x is [rows, 2f] = gate | up, y
-// [rows, f].
+// blockIdx.x is the row, blockIdx.y the part of the row: no division. x is [rows, 2f] = gate | up,
+// y [rows, f].
 template <class T>
 DEVICE void swiglu(const T *x, T *y, uint64_t f) {
     constexpr int V = VECTOR<T>;

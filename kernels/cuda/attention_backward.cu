@@ -1,17 +1,21 @@
-// Attention backward for bf16 and f16, in three kernels, none of which adds to what another block
-// has written: products of outputs and their gradients per query; gradients of keys and values, a
-// block per tile of keys, over the queries of its whole group; gradients of queries, a block per
-// tile of queries. Scores are computed again in both (Dao 2023, FlashAttention-2, without its
-// atomics). Weights and their gradients stay in registers: what a product leaves is rounded into
-// the next one's left operand.
+// Attention backward for bf16 and f16, in three kernels. No kernel adds to results of another
+// block:
+//
+// - products of outputs and their gradients, per query;
+// - gradients of keys and values: one block per tile of keys, over the queries of its whole group;
+// - gradients of queries: one block per tile of queries.
+//
+// The last two recompute scores (Dao 2023, FlashAttention-2, without its atomics). Weights and
+// their gradients stay in registers: the result of one product is rounded to the left operand of
+// the next.
 
 #include "attention.cuh"
 #include "tiles.cuh"
 
 namespace {
 
-/// Turns scores into weights 2^(score − log-sum-exp) and the gradients of weights into those of
-/// scores, of one element.
+/// Turns the score of one element into the weight 2^(score − log-sum-exp), and the gradient of the
+/// weight into the gradient of the score.
 template <bool DROP>
 DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, float delta,
     bool seen, bool kept, float factor) {
@@ -21,22 +25,22 @@ DEVICE void harden(float &score, float &gradient, float scale, float lse_log2, f
     score = DROP ? (kept ? weight * factor : 0.0f) : weight;
 }
 
-/// Whether some query of a tile does not see all keys of a tile, or lies behind the sequence's end.
+/// Whether any query of a tile does not see all keys of a tile, or lies beyond the sequence's end.
 DEVICE bool is_edge(const Attention &call, uint32_t sample, uint32_t query, uint32_t queries,
     uint32_t key, uint32_t keys) {
     return key + keys > query + 1 || query + queries > call.s ||
            first_key(call, sample, query + queries - 1) > key;
 }
 
-/// The numbers of a query, log-sum-exp and Σ dout·out, lie in the 16 bytes behind its row of the
-/// tile.
+/// The statistics of a query, log-sum-exp and Σ dout·out. They lie in the 16 bytes after the
+/// query's row in the tile.
 template <int DIM>
 DEVICE float *statistics_of(uint16_t *tile, uint32_t row) {
     return reinterpret_cast<float *>(tile + row * ROW<DIM> + DIM);
 }
 
-/// Gradients of keys (DK) and of values (DV): a block's tile of keys is the left operand, tiles of
-/// queries come and go.
+/// Gradients of keys (DK) and of values (DV): a block's tile of keys is the left operand, and tiles
+/// of queries are streamed.
 template <class E, int DIM, int WARPS, int M, int QUERIES, bool DK, bool DV, bool DROP>
 DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint16_t *dout,
     const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {
@@ -54,8 +58,8 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
                values = rows.from(qkv_at(call, sample, group, of_group + 1));
     const Rows douts{dout, out_stride(call), call.s, call.head_dim, call.aligned != 0};
 
-    // From the first tile of queries that sees these keys to behind the last one that sees as far
-    // back; the same for all heads.
+    // From the first tile of queries that sees these keys to the end of the last one that still
+    // sees them; the same for all heads.
     const uint32_t first_tile = first / QUERIES;
     uint32_t end_tile = first_tile + 1, none = (call.s + QUERIES - 1) / QUERIES;
     while (end_tile < none) {
@@ -92,7 +96,7 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
     if (DV) clear(dv);
     for (uint32_t step = 0; step < steps; step++) {
         copies_wait<0>();
-        // this step's queries are there; nobody reads those of the step before any more
+        // This step's queries have arrived; no thread reads those of the previous step any more.
         __syncthreads();
         if (step + 1 < steps) fetch(step + 1);
         copies_commit();
@@ -152,7 +156,7 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
         if constexpr (DV) product_of_weights<E, DIM, M, QUERIES>(dv, weights, dout_tile);
         if constexpr (DK) product_of_weights<E, DIM, M, QUERIES>(dk, slants, query_tile);
     }
-    // The warp's own rows of keys and values are not needed any more: nobody else reads them.
+    // The warp's own rows of keys and values are not needed any more, and no other warp reads them.
     const uint32_t own = warp * M * 16;
     const Rows to{nullptr, qkv_stride(call), call.s, call.head_dim, call.aligned != 0};
     if constexpr (DK)
@@ -163,7 +167,7 @@ DEVICE void gradients_of_keys(const Attention &call, uint32_t sample, const uint
             first + own, value_tile + own * ROW<DIM>, dv, 1.0f);
 }
 
-/// Gradients of queries: as forward, with a second product for the gradients of weights.
+/// Gradients of queries: like forward, with a second product for the gradients of weights.
 template <class E, int DIM, int WARPS, int M, int KEYS, bool DROP>
 DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, const uint16_t *qkv,
     const float *lse, const float *delta, uint16_t *dqkv) {
@@ -213,7 +217,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
     clear(dq);
     for (uint32_t tile = first_tile; tile < end_tile; tile++) {
         copies_wait<0>();
-        // this tile's keys and values are there; nobody reads the last ones any more
+        // This tile's keys and values have arrived; no thread reads the previous ones any more.
         __syncthreads();
         if (tile + 1 < end_tile) fetch(tile + 1);
         copies_commit();
@@ -267,7 +271,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
 
 } // namespace
 
-/// A block for gradients of keys and values of DIM columns.
+/// One block computes the gradients of keys and values of DIM columns.
 #define OF_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                             \
     KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout,         \
         const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {               \
@@ -275,7 +279,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
             call, blockIdx.z, dout, qkv, lse, delta, dqkv);                                        \
     }
 
-/// Two blocks: registers hold the gradients of keys or those of values.
+/// Two blocks: registers hold either the gradients of keys or those of values.
 #define OF_WIDE_KEYS(NAME, E, DIM, WARPS, M, QUERIES, DROP)                                        \
     KERNEL_BOUNDS(WARPS * 32, 1, NAME##_##DIM, const Attention call, const uint16_t *dout,         \
         const uint16_t *qkv, const float *lse, const float *delta, uint16_t *dqkv) {               \
@@ -293,7 +297,7 @@ DEVICE void gradients_of_queries(const Attention &call, const uint16_t *dout, co
         gradients_of_queries<E, DIM, WARPS, M, KEYS, DROP>(call, dout, qkv, lse, delta, dqkv);     \
     }
 
-// Random words want registers, too.
+// Random words need registers, too.
 #define BACKWARDS(NAME, E, DROP)                                                                   \
     OF_KEYS(attention_dkdv_##NAME, E, 64, 4, 2, (DROP ? 16 : 32), DROP)                            \
     OF_KEYS(attention_dkdv_##NAME, E, 96, 4, 1, 64, DROP)                                          \

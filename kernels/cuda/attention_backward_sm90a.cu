@@ -1,33 +1,33 @@
-// Gradients of queries, keys and values of attention in one pass, for Hopper, heads of 64 columns:
-// scores and their weights are made once, where the two kernels of attention_dkdv_sm90a.cu and
-// attention_dq_sm90a.cu make them twice, so five products stand for seven.
+// Gradients of queries, keys and values of attention in one pass, for Hopper and heads of 64
+// columns. Scores and their weights are computed once. The two kernels of attention_dkdv_sm90a.cu
+// and attention_dq_sm90a.cu compute them twice and need seven products where this one needs five.
 //
-// Two warpgroups compute as in the former of those, and leave what they make of each tile of
-// queries, its slants, in shared memory. A third one multiplies these with the keys and adds that
-// to sums in memory: those of a tile of queries, in the order of the tiles of keys, so that their
-// bits are always the same. Whoever has the last tile of keys that the queries see finishes the
-// gradients. Waiting for one's turn, and telling the next of it, take as long as computing a tile
-// does, so three warps do nothing else.
+// Two warpgroups compute as in attention_dkdv_sm90a.cu, and leave their gradients of scores
+// ("slants") for each tile of queries in shared memory. A third warpgroup multiplies these by the
+// keys and adds the result to sums in global memory. The sums of a tile of queries are added in the
+// order of the tiles of keys, so that their bits are always the same. The block with the last tile
+// of keys that the queries see finishes their gradients. Waiting for a turn, and signalling the
+// next block, take as long as computing a tile, so three warps do nothing else.
 #include "between_blocks.cuh"
 #include "gradients_of_keys.cuh"
 
 namespace {
 
 constexpr int DIM = 64;
-/// Tiles of slants, of each warpgroup that makes them, that are in shared memory at once.
+/// Tiles of gradients of scores in shared memory at once, for each warpgroup that computes them.
 constexpr uint32_t SLANTS = 4;
-/// Tiles of queries whose turns may be known ahead, or not yet told of.
+/// Tiles of queries with a turn that is known in advance, or not signalled yet.
 constexpr uint32_t TURNS = 4;
-/// Registers of the threads: of the warpgroup that has tiles copied, of those two, and of the
+/// Registers per thread: of the producer warpgroup, of the two warpgroups for keys, and of the
 /// third; 512 in all.
 constexpr int OF_COPIES = 32, OF_KEYS = 200, OF_QUERIES = 80;
 
-/// Of a block, at multiples of 1024 bytes.
+/// A block's shared memory, at multiples of 1024 bytes.
 struct Block : Shared<DIM, 2> {
     static constexpr uint32_t SLANTS_BYTES = SLANTS * 2 * TILE, ROWS_BYTES = TILE;
     unsigned char *slants, *rows;
-    /// Of slants; then, of each tile of queries: that it is this block's turn, that it has added,
-    /// and that the next one was told.
+    /// Barriers of the gradients of scores; then, for each tile of queries: it is this block's
+    /// turn, this block has added its part, and the next block was told.
     uint64_t *slants_full, *slants_empty, *turn, *added, *told;
 
     __device__ __forceinline__ explicit Block(unsigned char *memory)
@@ -41,7 +41,7 @@ struct Block : Shared<DIM, 2> {
         told = added + TURNS;
     }
 
-    /// A warpgroup's slants of tile number `count`.
+    /// A warpgroup's gradients of scores for tile number `count`.
     __device__ __forceinline__ unsigned char *slants_of(uint32_t count, uint32_t half) const {
         return slants + (count % SLANTS * 2 + half) * TILE;
     }
@@ -58,14 +58,14 @@ struct Block : Shared<DIM, 2> {
                 barrier_make(told + slot, 1);
             }
         }
-        // What stays is let go by all warps but the one that has it copied.
+        // All warps except the producer release the resident tiles.
         Shared<DIM, 2>::make_barriers(1, 1 + 32, 4 * CONSUMERS + 4 + 3);
     }
 };
 static_assert(Block::SLANTS_BYTES % 1024 == 0 && Block::ROWS_BYTES % 1024 == 0,
     "tiles begin at multiples of 1024 bytes");
 
-/// Slants that the third warpgroup multiplies.
+/// Gradients of scores for the third warpgroup to multiply.
 struct SharedSlants {
     const Block &shared;
 
@@ -76,7 +76,8 @@ struct SharedSlants {
     __device__ __forceinline__ void hand_over(
         uint32_t count, uint32_t half, const uint32_t (&slants)[N / 2][4]) const {
         wait_for_room(count);
-        // A row is a key's slants of 64 queries; fragments k are their columns from 16 · k on.
+        // A row holds the gradients of scores of one key and 64 queries; fragment k has the columns
+        // from 16 · k on.
         const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
         unsigned char *const tile = shared.slants_of(count, half);
 #pragma unroll
@@ -84,7 +85,7 @@ struct SharedSlants {
             stmatrix(tile + swizzled(row, 2 * k + lane / 16), slants[k]);
         before_copies();
         release(shared.slants_full + count % SLANTS);
-        products_begin(); // anew, behind branches
+        products_begin(); // again, because of the branches
     }
 
     __device__ __forceinline__ void none(uint32_t count) const {
@@ -93,7 +94,7 @@ struct SharedSlants {
     }
 };
 
-/// A tile of queries' part in the order in which tiles of keys add to its sums.
+/// A block's place in the order in which tiles of keys add to the sums of a tile of queries.
 struct Order {
     uint32_t own, first, last, number;
 
@@ -104,16 +105,15 @@ struct Order {
                      ((call.s + ROWS - 1) / ROWS) +
                  tile) {}
 
-    /// Whether the queries see these keys; if the table of first keys falls, it may be that they do
-    /// not.
+    /// Whether the queries see these keys. If the table of first keys decreases, they may not.
     __device__ __forceinline__ bool counts() const { return own >= first; }
     __device__ __forceinline__ bool begins() const { return own == first; }
     __device__ __forceinline__ bool ends() const { return own == last; }
 };
 
-/// Calls `each` for every tile that comes, in their order, with its piece of work, its head within
-/// the group, its number, of all that the block takes, and how it stands in the order; and lets go
-/// what stays.
+/// Calls `each` for every tile, in order, with its piece of work, its head within the group, its
+/// number among all tiles of the block, and its place in the order of adding. Then releases the
+/// resident tiles.
 template <class F>
 DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32_t tiles,
     uint32_t all, uint32_t section, const F &each) {
@@ -123,8 +123,8 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
         const uint32_t number = uniform(shared.numbers[stay.slot()]);
         if (number >= all) break;
         const KeyWork work(call, number, tiles, section);
-        // The first key that a tile's queries see, which comes from memory where there are
-        // documents: asked for a tile ahead.
+        // The first key that a tile's queries see comes from memory if there are documents, so it
+        // is loaded one tile ahead.
         uint32_t next_from = first_key(call, work.sample, (work.end_tile - 1) * ROWS);
         for (uint32_t tile = work.end_tile; tile-- > work.first_tile;) {
             const uint32_t from = uniform(next_from);
@@ -137,7 +137,7 @@ DEVICE void tiles_of_all_work(const Attention &call, const Block &shared, uint32
     }
 }
 
-/// By a warp: waits for the block's turn at each tile of queries.
+/// One warp: waits for the block's turn at each tile of queries.
 DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uint32_t *numbers,
     uint32_t tiles, uint32_t all, uint32_t section) {
     tiles_of_all_work(call, shared, tiles, all, section,
@@ -151,8 +151,8 @@ DEVICE void wait_for_turns(const Attention &call, const Block &shared, const uin
         });
 }
 
-/// By a warp: tells the next one of turns that are over, of every other one: a fence takes about as
-/// long as a tile.
+/// One warp: signals the next block that a turn is over, for every other turn. A fence takes about
+/// as long as a tile, so two warps alternate.
 DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *numbers,
     uint32_t tiles, uint32_t all, uint32_t section, uint32_t which) {
     static_assert(TURNS % 2 == 0, "a slot is always the same warp's");
@@ -168,7 +168,7 @@ DEVICE void tell_of_turns(const Attention &call, const Block &shared, uint32_t *
         });
 }
 
-/// Computes C = slantsᵀ · keys, of K keys of tiles that follow each other.
+/// Computes C = slantsᵀ · keys, for K keys of consecutive tiles.
 template <class E, uint32_t K>
 DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t keys) {
     constexpr uint32_t STEP = 16 * SWIZZLED_ROW / 16; // of a descriptor, for 16 rows
@@ -183,8 +183,8 @@ DEVICE void multiply_slants(float (&c)[DIM / 8][4], uint64_t slants, uint64_t ke
     products_touch(c);
 }
 
-/// Gradients of queries: what the block's keys have in them is added to `sums`, of every tile of
-/// queries as the threads of a warpgroup have it, and finished ones go to `dqkv`.
+/// Gradients of queries. Adds the contribution of the block's keys to `sums`, which hold every tile
+/// of queries in the layout of a warpgroup's registers. Finished gradients go to `dqkv`.
 template <class E>
 DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uint16_t *dqkv,
     float4 *sums, uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation) {
@@ -192,7 +192,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Block &shared, uin
                           uint32_t count, uint32_t from, const Order &order) {
         float dq[DIM / 8][4];
         barrier_wait(shared.slants_full + count % SLANTS, count / SLANTS % 2);
-        // Keys that no query of the tile sees are not multiplied: they may hold anything.
+        // Keys that no query of the tile sees are not multiplied: their values are arbitrary.
         const bool first_sees = from<work.first + ROWS, second_sees = tile> work.first_tile;
         const uint32_t half = first_sees ? 0 : 1;
         const uint64_t slants = operand(shared_address(shared.slants_of(count, half)), Block::TILE);
@@ -244,8 +244,8 @@ DEVICE void run_one_pass(const Attention &call, const TensorMap *qkv, const Tens
     const Block shared(memory);
     const uint32_t tiles = (call.s + Block::ALL - 1) / Block::ALL,
                    all = tiles * call.groups * call.b;
-    // The number of pieces of work, one more that is not used here, and whose turn it is at every
-    // tile of queries of every head.
+    // The index of the piece of work, one more that is not used here, and the turn of every tile of
+    // queries of every head.
     uint32_t *const numbers = next + 2;
     shared.make_barriers();
     const uint32_t warpgroup = uniform(threadIdx.x / 128);

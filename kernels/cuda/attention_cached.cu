@@ -1,17 +1,17 @@
 // Attention of new tokens over the keys and values of all tokens so far (Dao et al. 2023,
-// Flash-Decoding): blocks take pieces of the positions, so that few sequences still keep all
-// multiprocessors reading, and a second kernel joins the pieces in their order.
+// Flash-Decoding). Blocks take pieces of the positions, so that few sequences still keep all
+// multiprocessors reading. A second kernel joins the pieces in order.
 //
-// Bound by memory: a key or value is read once for all the query heads of its group, eight of them
-// at a time.
+// Memory-bound: each key or value is read once for all query heads of its group, eight heads at a
+// time.
 #include "attention.cuh"
 
 namespace {
 
-/// Positions of a piece; kernels/src/cuda/attention/mod.rs has the same number.
+/// Positions per piece; kernels/src/cuda/attention/mod.rs has the same number.
 constexpr uint32_t PIECE = 256;
 constexpr uint32_t THREADS = 128;
-/// Query heads that are weighed side by side.
+/// Query heads that are processed side by side.
 constexpr uint32_t HEADS = 8;
 /// Threads that share a key.
 constexpr uint32_t SHARE = 8;
@@ -43,14 +43,14 @@ DEVICE size_t piece_at(const Attention &call, uint32_t sample, uint32_t head, ui
 }
 
 /// Σ weight · value of `keys` values of a piece for `heads` heads, to `to[h · of_head + column]`.
-/// Threads side by side read a value by vectors, as many values at a time as there are threads for;
-/// the sums of those slots are added in their order, by way of `joined`. `values` is the first one,
-/// `stride` elements before the next.
+/// Adjacent threads read a value by vectors, and the block reads as many values at a time as it has
+/// threads for. The sums of these slots are added in order, through `joined`. `values` is the first
+/// value; the next is `stride` elements later.
 template <class T>
 DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d,
     const float (&weights)[HEADS][PIECE], uint32_t heads, float (&joined)[HEADS][WIDEST], float *to,
     size_t of_head) {
-    // Heads whose sums are joined together, as many as there is room for.
+    // Heads that have their sums joined together; there is room for no more.
     constexpr uint32_t TOGETHER = 2, PART = THREADS * VECTOR<T>;
     static_assert(
         TOGETHER * PART <= HEADS * WIDEST && HEADS % TOGETHER == 0, "sums of all slots have room");
@@ -96,9 +96,9 @@ DEVICE void weigh(const T *values, size_t stride, uint32_t keys, uint32_t d,
     }
 }
 
-/// One piece of the positions, for some heads of a group: of their weights 2^(score − maximum) the
-/// maximum and the sum go to `[…][pieces][2]`, the weighed values, not divided by the sum, to
-/// `[…][pieces][head_dim]`.
+/// One piece of the positions, for some heads of a group. With weights 2^(score − maximum), the
+/// maximum and the sum of the weights go to `[…][pieces][2]`, and the weighted sum of values, not
+/// divided by the sum of weights, to `[…][pieces][head_dim]`.
 template <class T>
 DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const uint32_t *starts,
     float *statistics, float *sums) {
@@ -120,7 +120,7 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
         queries[i / d][i % d] =
             to_float(qkv[token * qkv_stride(call) + qkv_at(call, sample, group, first_head) + i]);
     __syncthreads();
-    // Whole warps stay in the loop, for the sums over the threads that share a key.
+    // Whole warps stay in the loop, because the threads that share a key reduce with shuffles.
     const uint32_t part = threadIdx.x % SHARE;
     for (uint32_t begin = 0; begin < keys; begin += THREADS / SHARE) {
         const uint32_t i = begin + threadIdx.x / SHARE, key = first + (i < keys ? i : 0);
@@ -161,7 +161,7 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
         }
     }
     __syncthreads();
-    // A warp per head turns scores into weights.
+    // One warp per head turns scores into weights.
     for (uint32_t h = threadIdx.x / 32; h < heads; h += THREADS / 32) {
         const uint32_t lane = threadIdx.x % 32;
         float top = -INFINITY, sum = 0.0f;
@@ -207,7 +207,7 @@ DEVICE void attend(const Attention &call, const T *qkv, const T *cache, const ui
     }
 }
 
-/// Joins the pieces of a token's head, a block each.
+/// Joins the pieces of a token's head; one block per head.
 template <class T>
 DEVICE void join(
     const Attention &call, const float *statistics, const float *sums, T *out, uint32_t pieces) {

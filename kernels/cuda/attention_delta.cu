@@ -1,11 +1,11 @@
-// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights:
-// some lanes of a warp per row of a head.
+// Σ dout·out of every query and head, which backward subtracts from the gradients of its weights.
+// Some lanes of a warp share each row of a head.
 #include "attention.cuh"
 
 namespace {
 
-/// `lanes`, a power of two up to 32, have a row. `next` are numbers that the kernels behind this
-/// one count in: as many as there are rows and two more, at most, are cleared for them.
+/// `lanes`, a power of two up to 32, share a row. `next` holds counters for the kernels that
+/// follow; `cleared` of them are set to zero, at most as many as there are rows plus two.
 template <class T>
 DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to, uint32_t *next,
     uint32_t cleared, uint32_t lanes) {
@@ -32,7 +32,7 @@ DEVICE void delta(const Attention &call, const T *dout, const T *out, float *to,
                 sum += to_float(dout[i]) * to_float(out[i]);
         }
     }
-    // Whole warps come here, whatever part of them has rows.
+    // Whole warps reach this point, even if only some lanes have rows.
     for (uint32_t distance = lanes / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(~0u, sum, distance);
     const uint64_t position = row / heads / call.b, sample = row / heads % call.b,

@@ -3,15 +3,16 @@
 
 namespace {
 
-/// Gradients of keys and values, of a tile of keys of a group each.
+/// Gradients of keys and values: a tile of keys of a group each.
 struct OfKeys {
-    /// Two sums and two tiles of weights want more registers than a third warpgroup would leave.
+    /// Two accumulators and two tiles of weights need more registers than a third warpgroup would
+    /// leave.
     template <int DIM>
     static constexpr uint32_t CONSUMERS = 2;
-    /// Of the two counters of pieces of work.
+    /// Which of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 0;
-    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp
-    /// that writes statistics.
+    /// Arrivals that complete the barriers of resident tiles, and of a stage, besides the bytes:
+    /// the thread that expects the bytes, and a warp that writes statistics.
     static constexpr uint32_t STAY_ARRIVALS = 1, ARRIVALS = 1 + 32;
     __device__ __forceinline__ static uint32_t heads(const Attention &call) { return call.groups; }
 

@@ -3,7 +3,7 @@
 
 namespace {
 
-/// A tile of queries of a head, and the tiles of keys that they see.
+/// A tile of queries of a head, and the range of key tiles that they see.
 template <uint32_t QUERIES>
 struct Work : QueryWork<QUERIES, ROWS> {
     uint32_t first_tile, end_tile;
@@ -14,7 +14,7 @@ struct Work : QueryWork<QUERIES, ROWS> {
           first_tile(uniform(this->begin(call))), end_tile(this->end()) {}
 };
 
-/// The warp that has tiles for gradients of queries copied.
+/// The producer warp, which copies tiles for gradients of queries.
 template <int DIM, uint32_t CONSUMERS>
 DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &shared,
     const TensorMap *qkv, const TensorMap *dout, const float *lse, const float *delta,
@@ -44,15 +44,15 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, CONSUMERS> &share
                 copy_tile<ROWS, DIM>(shared.second + slot * TILE, qkv, tile * ROWS,
                     parts + of_group + 1, work.sample, shared.full + slot);
             }
-            __syncwarp(); // none waits for a phase that the first lane has left behind
+            __syncwarp(); // no lane waits for a phase that the first lane has left
         }
     }
     if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
     barrier_arrive(shared.stay_full + stay.slot());
 }
 
-/// Gradients of queries. The two kinds are queries and gradients of outputs, which stay, and keys
-/// and values.
+/// Gradients of queries. Queries and gradients of outputs are resident; keys and values are
+/// streamed.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUMERS> &shared,
     uint16_t *dqkv, uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation) {
@@ -68,7 +68,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         if (number >= all) break;
         const Work<Block::ALL> work(call, number, tiles, section);
         const uint32_t tile_query = work.first + which * ROWS, own = tile_query + warp * 16;
-        if (tile_query >= work.end_query) { // of a tile that is not whole
+        if (tile_query >= work.end_query) { // beyond the end of a partial tile
             for (uint32_t tile = work.first_tile; tile < work.end_tile; tile++) pass(shared, turn);
             release(shared.stay_empty + stay.slot());
             continue;
@@ -77,8 +77,8 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         const unsigned char *const own_douts = shared.second_stay(stay.slot(), which);
         const Statistics &statistics = shared.statistics[stay.slot() * CONSUMERS + which];
         const uint32_t seen_by_all = uniform(statistics.from[ROWS - 1]);
-        // The first tiles' keys, and the last ones', may be seen by the other warpgroups' queries
-        // alone. No tile before those that are copied, should the table fall.
+        // Some of the first and last key tiles may be seen only by the other warpgroups' queries.
+        // `max`: no tile before the copied ones, even if the table of first keys decreases.
         const uint32_t first_tile = max(work.first_tile, uniform(statistics.from[0]) / ROWS);
         const uint32_t end_tile = min(work.end_tile, tile_query / ROWS + 1);
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
@@ -95,7 +95,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         float dq[DIM / 8][4], scores[N][4], gradients[N][4];
         uint32_t slants[N / 2][4];
         clear(dq);
-        // A tile's scores become powers of two's exponents.
+        // Turns a tile's scores into exponents of 2.
         const auto lower = [&](uint32_t tile) {
             const uint32_t key = tile * ROWS;
             const bool edge = key + ROWS > tile_query + 1 || seen_by_all > key;
@@ -118,7 +118,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
                         }
                 }
         };
-        // Exponentials, and what becomes of the gradients of weights, which takes turns with them.
+        // Exponentials and gradients of scores, interleaved.
         const auto slant = [&] {
             products_touch(gradients);
 #pragma unroll
@@ -127,7 +127,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
                 for (int i = 0; i < 4; i++)
                     gradients[n][i] = exp2_fast(scores[n][i]) * (gradients[n][i] - of_query[i / 2]);
         };
-        // When the tile before has added what it adds, slants become left operands.
+        // Once the previous tile's contribution is added, gradients of scores become left operands.
         const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dq);
@@ -166,7 +166,7 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
         turn.count++;
         for (uint32_t tile = end_tile; tile < work.end_tile; tile++) pass(shared, turn);
         const float scales[2] = {call.scale, call.scale};
-        some_wait(1 + which, 128); // the whole warpgroup has multiplied its queries
+        some_wait(1 + which, 128); // the whole warpgroup has finished with its queries
         uint16_t *const to = dqkv + own * qkv_stride(call) +
                              qkv_at(call, work.sample, work.head / call.heads_per_group,
                                  work.head % call.heads_per_group);
@@ -178,16 +178,16 @@ DEVICE void gradients_of_queries(const Attention &call, const Shared<DIM, CONSUM
     }
 }
 
-/// Gradients of queries, of a tile of queries of a head each.
+/// Gradients of queries: a tile of queries of a head each.
 struct OfQueries {
-    /// Of narrow heads three warpgroups have room, whose products then wait less for each other's
+    /// Narrow heads leave room for three warpgroups. Their products then wait less for each other's
     /// weights.
     template <int DIM>
     static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2;
-    /// Of the two counters of pieces of work.
+    /// Which of the two counters of pieces of work.
     static constexpr uint32_t NUMBER = 1;
-    /// What completes what stays, and a stage, besides the bytes: whoever expects those, and a warp
-    /// that writes statistics.
+    /// Arrivals that complete the barriers of resident tiles, and of a stage, besides the bytes:
+    /// the thread that expects the bytes, and a warp that writes statistics.
     static constexpr uint32_t STAY_ARRIVALS = 1 + 32, ARRIVALS = 1;
     __device__ __forceinline__ static uint32_t heads(const Attention &call) {
         return call.groups * call.heads_per_group;

@@ -1,19 +1,19 @@
-// Attention forward and backward for f32, by multiplications and additions of f32: tensor cores
+// Attention forward and backward for f32, with f32 multiplications and additions: tensor cores
 // would round operands to 11 bits.
 //
-// The same passes as for 16-bit tensors, over square tiles in shared memory. Of 256 threads, thread
-// 16y + x has rows y, y + 16 … and columns x, x + 16 … of a tile of scores, and of a product with
-// values the same rows and columns 4x …, 4x + 64 …
+// The passes are the same as for 16-bit tensors, over square tiles in shared memory. With 256
+// threads, thread 16y + x has rows y, y + 16 … and columns x, x + 16 … of a tile of scores. Of a
+// product with values it has the same rows and columns 4x …, 4x + 64 …
 #include "attention.cuh"
 
 namespace {
 
-/// Queries and keys of a tile.
+/// Queries and keys per tile.
 template <int DIM>
 constexpr int TILE = DIM <= 128 ? 32 : 16;
 
-/// Elements from one row of DIM columns to the next: eight rows begin in eight different sixteenths
-/// of a line of banks.
+/// Row stride for DIM columns, in elements: eight rows begin in eight different 16-byte groups of
+/// shared-memory banks.
 template <int DIM>
 constexpr int STEP = DIM + 4;
 
@@ -23,8 +23,8 @@ struct Rows {
     size_t stride;
 };
 
-/// Copies the rows of a tile from `first` on, zeros behind the sequence's end and behind the last
-/// column.
+/// Copies the rows of a tile from `first` on. Rows beyond the sequence's end and columns beyond the
+/// last are zero.
 template <int DIM>
 DEVICE void load(float *tile, const Rows &rows, uint32_t first, const Attention &call) {
     for (uint32_t i = threadIdx.x; i < TILE<DIM> * DIM; i += blockDim.x) {
@@ -34,7 +34,7 @@ DEVICE void load(float *tile, const Rows &rows, uint32_t first, const Attention 
     }
 }
 
-/// Inner products of this thread's rows of `a` and rows of `b`.
+/// Inner products of this thread's rows of `a` and its rows of `b`.
 template <int DIM, int R>
 DEVICE void multiply(float (&c)[R][R], const float *a, const float *b) {
     const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -76,8 +76,8 @@ struct Columns {
                 of[i][c].x * factor, of[i][c].y * factor, of[i][c].z * factor, of[i][c].w * factor};
     }
 
-    /// += weights · rows of `b`, where the weight of row r and row k of b is at `weights[r · across
-    /// + k · along]`.
+    /// Adds weights · rows of `b`. The weight of row r and row k of `b` is at `weights[r · across +
+    /// k · along]`.
     __device__ __forceinline__ void add(
         const float *weights, int across, int along, const float *b) {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -98,8 +98,8 @@ struct Columns {
         }
     }
 
-    /// Writes rows from `first` on, but none behind the sequence's end, and of their columns those
-    /// there are.
+    /// Writes rows from `first` on, without rows beyond the sequence's end and columns beyond the
+    /// head's.
     __device__ __forceinline__ void store(
         float *to, size_t stride, uint32_t first, const Attention &call) const {
         const uint32_t y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -119,7 +119,7 @@ struct Columns {
     }
 };
 
-/// What a head's queries see and how their scores are made.
+/// The keys that a head's queries see, and the parameters of their scores.
 struct Head {
     const Attention &call;
     uint32_t sample;
@@ -134,13 +134,13 @@ struct Head {
         return query < call.s && key <= query && first_key(call, sample, query) <= key;
     }
 
-    /// A product as a power of two.
+    /// The score for a product, as an exponent of 2.
     __device__ __forceinline__ float score(float product, uint32_t query, uint32_t key) const {
         return product * call.scale_log2 +
                slope * static_cast<float>(static_cast<int>(key) - static_cast<int>(query));
     }
 
-    /// What a weight is multiplied with under dropout.
+    /// The dropout factor of a weight.
     __device__ __forceinline__ float kept(uint32_t query, uint32_t key) const {
         if (!call.samples) return 1.0f;
         const uint4 words = mask.words(query, key);
@@ -149,7 +149,7 @@ struct Head {
     }
 };
 
-/// Over the sixteen threads of a row.
+/// The maximum over the sixteen threads of a row.
 DEVICE float row_max(float v) {
 #pragma unroll
     for (int distance = 8; distance > 0; distance /= 2)
@@ -220,7 +220,7 @@ DEVICE void forward(const Attention &call, const float *qkv, float *out, float *
             sums[i] = sums[i] * correction + row_sum(sum);
             gathered.scale(i, correction);
         }
-        __syncwarp(); // a row's weights are written and read by the same half of a warp
+        __syncwarp(); // the same half of a warp writes and reads a row's weights
         gathered.add(weights, T + 1, 1, values);
     }
 #pragma unroll
@@ -233,7 +233,7 @@ DEVICE void forward(const Attention &call, const float *qkv, float *out, float *
     gathered.store(out + out_at(call, sample, head), out_stride(call), first, call);
 }
 
-/// Makes weights and gradients of scores of a tile, `[queries][keys]`, in shared memory.
+/// Computes weights and gradients of scores of a tile, `[queries][keys]`, in shared memory.
 template <int DIM>
 DEVICE void harden(const Head &head, const float *queries, const float *dout, const float *keys,
     const float *values, uint32_t query, uint32_t key, const float *lse, const float *delta,
@@ -295,7 +295,7 @@ DEVICE void gradients_of_keys(const Attention &call, const float *dout, const fl
         const Head of_head(call, sample, head);
         const size_t statistics = statistics_at(call, sample, head);
         for (uint32_t query = first; query < call.s; query += T) {
-            // nor do later ones see these keys
+            // Later queries do not see these keys either.
             if (first_key(call, sample, query) >= first + T) break;
             __syncthreads();
             load<DIM>(shared.queries, part(j), query, call);
@@ -340,7 +340,7 @@ DEVICE void gradients_of_queries(const Attention &call, const float *dout, const
         __syncthreads();
         harden<DIM>(of_head, shared.queries, shared.dout, shared.keys, shared.values, first, key,
             lse + statistics, delta + statistics, shared.weights, shared.slants);
-        __syncwarp(); // a row's weights are written and read by the same half of a warp
+        __syncwarp(); // the same half of a warp writes and reads a row's weights
         dq.add(shared.slants, T + 1, 1, shared.keys);
     }
 #pragma unroll

@@ -1,14 +1,14 @@
-// Attention forward for bf16 and f16: a block takes a tile of queries of one head and goes once
+// Attention forward for bf16 and f16. A block takes a tile of queries of one head and goes once
 // over the keys that they see, with an online softmax in registers (Dao 2023, FlashAttention-2).
-// Keys and values arrive by cp.async while the other's product runs.
+// Copies of keys and values by cp.async overlap with the products.
 #include "mma.cuh"
 #include "softmax.cuh"
 #include "tiles.cuh"
 
 namespace {
 
-/// Weights of a tile, dropped where dropout says so, and rounded. `query` and `key` are the first
-/// of this warp and of the tile.
+/// Drops and rounds the weights of a tile. `query` and `key` are the first of this warp and of the
+/// tile.
 template <class E, int M, int N, bool DROP>
 DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t query, uint32_t key,
     float (&scores)[M][N][4], uint32_t (&weights)[M][N][2]) {
@@ -28,7 +28,7 @@ DEVICE void round_weights(const Attention &call, const HeadMask &mask, uint32_t 
         }
 }
 
-/// A block's tile of queries: the last tiles first, since they take longest.
+/// A block's tile of queries. The last tiles come first, because they take longest.
 template <class E, int DIM, int WARPS, int M, int KEYS, bool DROP>
 DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, float *lse) {
     constexpr int QUERIES = WARPS * M * 16, N = KEYS / 8, THREADS = WARPS * 32;
@@ -44,7 +44,7 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
     const Rows keys = rows.from(qkv_at(call, sample, group, of_group)),
                values = rows.from(qkv_at(call, sample, group, of_group + 1));
 
-    // Tiles that no query sees anything of are left out: the first query sees furthest back.
+    // Skip tiles that no query sees: the first query sees furthest back.
     uint32_t key = first_key(call, sample, first) / KEYS * KEYS;
     const uint32_t seen_by_all = first_key(call, sample, last);
     copy_rows<QUERIES, DIM, THREADS>(
@@ -61,7 +61,7 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
     clear(gathered);
     for (; key <= last; key += KEYS) {
         copies_wait<0>();
-        __syncthreads(); // the keys are there; nobody reads the last values any more
+        __syncthreads(); // the keys have arrived; no thread reads the previous values any more
         copy_rows<KEYS, DIM, THREADS>(value_tile, values, key);
         copies_commit();
         float scores[M][N][4], corrections[M][2];
@@ -73,7 +73,7 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
         correct(gathered, corrections);
         round_weights<E, M, N, DROP>(call, mask, own, key, scores, weights);
         copies_wait<0>();
-        __syncthreads(); // the values are there; nobody reads these keys any more
+        __syncthreads(); // the values have arrived; no thread reads these keys any more
         if (key + KEYS <= last) copy_rows<KEYS, DIM, THREADS>(key_tile, keys, key + KEYS);
         copies_commit();
         product_of_weights<E, DIM, M, KEYS>(gathered, weights, value_tile);
@@ -94,7 +94,7 @@ DEVICE void forward(const Attention &call, const uint16_t *qkv, uint16_t *out, f
         forward<E, DIM, WARPS, M, KEYS, DROP>(call, qkv, out, lse);                                \
     }
 
-// Random words want registers, too: under dropout tiles have fewer keys.
+// Random words need registers, too: with dropout, tiles have fewer keys.
 #define FORWARDS(NAME, E)                                                                          \
     FORWARD(attention_forward_##NAME, E, 64, 4, 2, 64, false)                                      \
     FORWARD(attention_forward_##NAME, E, 96, 4, 2, 64, false)                                      \

@@ -1,13 +1,14 @@
 // Attention forward for Hopper, bf16 and f16, heads of 64 or 128 columns, without dropout (Shah et
 // al. 2024, FlashAttention-3).
 //
-// A warp of a block's first warpgroup has boxes of queries, keys and values copied, some tiles
-// ahead; the other warpgroups, three for heads of 64 columns and two for those of 128, take 64
-// queries each, multiply asynchronously from shared memory, and take turns: while one's products
-// run the others make weights, which takes narrow heads longer than their products do. Within a
-// warpgroup, too, the product with a tile's values runs beside that with the next tile's keys and
-// its softmax. Blocks stay and take one tile of queries after another, from the longest ones on, as
-// long as there are any; the next tile's copies begin while the last one's result is still written.
+// A producer warp in the block's first warpgroup copies boxes of queries, keys and values, some
+// tiles ahead. The other warpgroups, three for heads of 64 columns and two for heads of 128, take
+// 64 queries each and multiply asynchronously from shared memory. They take turns: while one's
+// products run, the others compute weights, which for narrow heads takes longer than the products.
+// Within a warpgroup, the product with a tile's values also overlaps with the product with the next
+// tile's keys and its softmax. Blocks are persistent and take one tile of queries after another,
+// longest first. Copies of the next tile begin while the current tile's result is still being
+// written.
 #include "softmax.cuh"
 #include "warpgroups.cuh"
 
@@ -15,25 +16,26 @@ namespace {
 
 constexpr uint32_t KEYS = 128;
 
-/// Of a block, by the columns of its heads; kernels/src/cuda/attention/mod.rs has the same numbers.
+/// Parameters of a block, by the columns of its heads; kernels/src/cuda/attention/hopper.rs has the
+/// same numbers.
 template <int DIM>
 struct Block {
     /// Warpgroups that compute.
     static constexpr uint32_t CONSUMERS = DIM == 64 ? 3 : 2;
     static constexpr uint32_t THREADS = 128 * (1 + CONSUMERS);
     static constexpr uint32_t QUERIES = CONSUMERS * OWN, STAGES = DIM == 64 ? 4 : 2;
-    /// Rows of the boxes that are copied.
+    /// Rows of the boxes that tensor copies fetch.
     static constexpr uint32_t BOX = DIM == 64 ? 64 : 128;
 };
 
-/// Of a block, at multiples of 1024 bytes.
+/// A block's shared memory, at multiples of 1024 bytes.
 template <int DIM>
 struct Shared {
     static constexpr uint32_t STAGES = Block<DIM>::STAGES, TILE = Tile<KEYS, DIM>::BYTES,
                               OF_QUERIES = Tile<Block<DIM>::QUERIES, DIM>::BYTES;
     unsigned char *queries, *out, *keys, *values;
     uint64_t *queries_full, *queries_empty, *keys_full, *keys_empty, *values_full, *values_empty;
-    /// Which piece of work the queries are of.
+    /// Index of the piece of work that the queries belong to.
     uint32_t *number;
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
@@ -54,8 +56,7 @@ struct Shared {
 template <int DIM>
 using Work = QueryWork<Block<DIM>::QUERIES, KEYS>;
 
-/// Has a tile of ROWS of a part of a group copied: queries, keys or values from position `first`
-/// on.
+/// Copies a tile of ROWS of a part of a group: queries, keys or values from position `first` on.
 template <int DIM, int ROWS>
 DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part,
     uint32_t sample, uint64_t *full) {
@@ -63,9 +64,9 @@ DEVICE void fetch(unsigned char *to, const TensorMap *map, uint32_t first, uint3
     copy_tile<ROWS, DIM, Block<DIM>::BOX>(to, map, first, part, sample, full);
 }
 
-/// The warp that takes pieces of work and has everything copied. All of it, though one thread
-/// copies: what a warp has in common lies in uniform registers, without which the 24 of each thread
-/// do not do.
+/// The producer warp, which takes pieces of work and copies their tiles. The whole warp runs this,
+/// although one thread copies: values common to a warp then lie in uniform registers. Without them,
+/// the 24 registers per thread would not suffice.
 template <int DIM>
 DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DIM> &shared,
     uint32_t *next, uint32_t tiles, uint32_t all, uint32_t section) {
@@ -96,22 +97,22 @@ DEVICE void produce(const Attention &call, const TensorMap *map, const Shared<DI
             if (first)
                 fetch<DIM, KEYS>(shared.values + slot * Shared<DIM>::TILE, map, tile * KEYS,
                     parts + of_group + 1, work.sample, shared.values_full + slot);
-            __syncwarp(); // none waits for a phase that the first thread has left behind
+            __syncwarp(); // no thread waits for a phase that the first thread has left
         }
     }
     if (first) barrier_arrive(shared.queries_full);
 }
 
-/// One of the warpgroups that compute.
+/// One of the consumer warpgroups, which compute.
 template <class E, int DIM>
 struct Consumer {
     static constexpr uint32_t TILE = Shared<DIM>::TILE, QUERIES = Block<DIM>::QUERIES;
-    // Narrow heads have gathered a tile's values by the time that the next one's maxima are known.
-    // Correcting and rounding then take turns with exponentials.
+    // With narrow heads, a tile's values are accumulated by the time the next tile's maxima are
+    // known. Correcting and rounding are then interleaved with exponentials.
     static constexpr bool GATHERED_SOON = DIM == 64;
     const Attention &call;
     const Shared<DIM> &shared;
-    /// Which one, and its warp.
+    /// Index of the warpgroup, and of the warp within it.
     uint32_t which, warp;
     Turn<Block<DIM>::STAGES> turn;
     float gathered[1][DIM / 8][4], scores[1][KEYS / 8][4];
@@ -123,13 +124,13 @@ struct Consumer {
         if (which == Block<DIM>::CONSUMERS - 1) some_come(1, 256); // the first one begins
     }
 
-    /// Every tile is a turn of every warpgroup, one after the other.
+    /// Every warpgroup has one turn per tile, one after the other.
     __device__ __forceinline__ void await_turn() { some_wait(1 + which, 256); }
     __device__ __forceinline__ void end_turn() {
         some_come(which == Block<DIM>::CONSUMERS - 1 ? 1 : 2 + which, 256);
     }
 
-    /// Begins the scores of the present tile.
+    /// Starts the scores of the current tile.
     __device__ __forceinline__ void begin_scores() {
         barrier_wait(shared.keys_full + turn.slot(), turn.parity());
         await_turn();
@@ -140,7 +141,7 @@ struct Consumer {
         products_commit();
     }
 
-    /// Begins to gather the values of a tile.
+    /// Starts to accumulate the values of a tile.
     __device__ __forceinline__ void begin_gathering(uint32_t slot, uint32_t parity) {
         barrier_wait(shared.values_full + slot, parity);
         products_touch(weights);
@@ -157,8 +158,8 @@ struct Consumer {
         release(shared.values_empty + slot);
     }
 
-    /// Lets tiles go of which none of these queries sees anything, when they are there: earlier,
-    /// the places' next tiles could be taken for them.
+    /// Releases tiles that none of these queries sees, once they have arrived. Released earlier,
+    /// the slots' next tiles could be mistaken for them.
     __device__ __forceinline__ void pass(uint32_t tiles) {
 #pragma unroll 1
         for (; tiles > 0; tiles--, turn.count++) {
@@ -171,13 +172,13 @@ struct Consumer {
         }
     }
 
-    /// A piece of work of which these queries from `own` on, and at least one of them, are a part.
+    /// Computes this warpgroup's part of a piece of work: the queries from `own` on, at least one.
     __device__ __forceinline__ void compute(
         const Work<DIM> &work, uint32_t own, uint16_t *out, float *lse) {
         const uint32_t end_query = min(own + OWN, work.end_query),
                        seen_by_all = uniform(first_key(call, work.sample, end_query - 1));
         const uint32_t begin = uniform(work.begin(call)), end = (end_query - 1) / KEYS + 1;
-        // No tile before those that are copied, should the table fall.
+        // No tile before the copied ones, even if the table of first keys decreases.
         const uint32_t first = max(begin, uniform(first_key(call, work.sample, own) / KEYS));
         const float slope = call.slopes ? call.slopes[work.head] : 0.0f;
         Softmax<1> softmax;
@@ -187,7 +188,7 @@ struct Consumer {
         const auto raise = [&](uint32_t tile) {
             products_touch(scores[0]);
             release(shared.keys_empty + turn.slot());
-            // Some query of this warpgroup does not see all keys of the tile.
+            // Whether any query of this warpgroup does not see all keys of the tile.
             const bool edge = (tile + 1) * KEYS > own + 1 || seen_by_all > tile * KEYS;
             return softmax.raise(
                 call, slope, work.sample, own + warp * 16, tile * KEYS, edge, scores, corrections);
@@ -225,7 +226,7 @@ struct Consumer {
         const uint32_t slot = turn.slot();
         begin_gathering(slot, turn.parity());
         turn.count++;
-        // Not so many that the last one would wait for the place of what is being gathered.
+        // Few enough that the last one does not wait for the slot of the values being accumulated.
         static_assert(QUERIES - OWN <= KEYS * (Block<DIM>::STAGES - 1),
             "tiles to pass while values are gathered");
         pass(work.end() - end);

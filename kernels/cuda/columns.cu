@@ -1,16 +1,16 @@
 // Sums of columns in two stages, for gradients of biases and of norms' parameters.
 //
-// First every block sums a share of the rows of its columns; then the shares' sums are added up in
+// First, every block sums a share of the rows of its columns. Then the shares' sums are added up in
 // order, and added to the gradient. Both orders depend on the shape alone.
 #include "device.cuh"
 
-constexpr int LANES = 32;  // of a block, next to each other in a row
-constexpr int SLICES = 8;  // of a block that sums rows, with every eighth row each
-constexpr int GROUPS = 32; // of a block that adds up shares, with every 32nd share each
-constexpr int FLIGHT = 8;  // loads that a thread waits for together
+constexpr int LANES = 32;  // threads of a block that are adjacent along a row
+constexpr int SLICES = 8;  // slices of a block that sums rows: each has every eighth row
+constexpr int GROUPS = 32; // groups of a block that adds up shares: each has every 32nd share
+constexpr int FLIGHT = 8;  // loads that a thread has in flight
 
 // partials[share][c] = Σ x[row][c] over the rows of the share; x is [rows, n]. A thread takes V
-// neighbouring columns.
+// adjacent columns.
 template <class T, int V, class Load>
 DEVICE void column_sums(
     const T *x, float *partials, uint32_t rows, uint32_t n, uint32_t share, Load load) {
@@ -40,7 +40,7 @@ DEVICE void column_sums(
 #pragma unroll
     for (int i = 0; i < V; i++) sums[slice][i][lane] = sum[i];
     __syncthreads();
-    // The threads share the columns anew: thread t has the columns t, t + 256, … of the block's
+    // The threads redistribute the columns: thread t has the columns t, t + 256, … of the block's
     // V·32.
     for (uint32_t j = threadIdx.x; j < V * LANES; j += blockDim.x) {
         const uint32_t column = blockIdx.x * LANES * V + j;
@@ -52,14 +52,14 @@ DEVICE void column_sums(
     }
 }
 
-// One element, like a Vector.
+// One element, with the interface of a Vector.
 struct One {
     float value;
     DEVICE float operator[](int) const { return value; }
 };
 
-// first[c] += Σ partials[p][c] for c < n, and second[c − n] += for those from n on; partials is
-// [shares, width], in f32.
+// first[c] += Σ partials[p][c] for c < n, and second[c − n] += for c ≥ n; partials is [shares,
+// width], in f32.
 DEVICE void add_up(const float *partials, float *first, float *second, uint32_t shares,
     uint32_t width, uint32_t n) {
     SHARED(float, sums, [GROUPS][LANES]);

@@ -1,24 +1,25 @@
-// Cross entropy over a vocabulary that is cut over ranks (Shoeybi et al. 2019, §3): the pieces
-// between the collectives.
+// Cross entropy over a vocabulary that is split over ranks (Shoeybi et al. 2019, §3): the local
+// computations between the collectives.
 //
-// Statistics of a row come from one reading of it: every thread keeps the largest logit that it has
-// seen and the sum of exponentials relative to it (Milakov & Gimelshein 2018), and the block joins
-// them in an order that depends on the width alone.
+// The statistics of a row need one pass over it. Every thread keeps the largest logit so far and
+// the sum of exponentials relative to it (Milakov & Gimelshein 2018). The block joins these in an
+// order that depends on the width alone.
 #include "group.cuh"
 #include "inplace.cuh"
 
-// What two kernels compute has the same bits in both: nothing here is left to the compiler to fuse
-// or not.
+// Where two kernels compute the same value, they give the same bits: no fusing of operations is
+// left to the compiler.
 
-/// eˣ in two operations: __expf has three more, for results below the normal numbers, which are 0
-/// here.
+/// eˣ in two operations. __expf has three more, for results below the smallest normal number, which
+/// are 0 here.
 DEVICE float exponential(float x) { return exp2_fast(__fmul_rn(x, LOG2_E)); }
 
-/// The largest of some numbers, and Σ exp(number − largest); of none, −∞ and 0.
+/// The largest of some numbers, and Σ exp(number − largest); −∞ and 0 if there are none.
 struct Online {
     float largest = -INFINITY, sum = 0.0f;
 
-    // What exponentials are relative to: while all is −∞ that is no number to subtract.
+    // The value that exponentials are relative to; 0 while all numbers are −∞, which cannot be
+    // subtracted.
     DEVICE static float base(float largest) { return largest == -INFINITY ? 0.0f : largest; }
 
     template <int N>
@@ -36,17 +37,17 @@ struct Online {
     }
 };
 
-/// What one reading of a row gives, the same in all threads of the block.
+/// The result of one pass over a row, equal in all threads of the block.
 struct Row {
     float largest, sum;
 };
 
-// Of the first `valid` logits of the block's row. A thread has every blockDim.x-th vector, and adds
-// 16 logits at once as long as it has so many: so the sum's bits do not depend on FLIGHT, the
-// vectors that it waits for together.
+// Statistics of the first `valid` logits of the block's row. A thread has every blockDim.x-th
+// vector. It adds 16 logits at a time while it has that many, so the sum's bits do not depend on
+// FLIGHT, the number of vectors in flight.
 template <class T, bool VECTORS, int FLIGHT>
 DEVICE Row read_row(const T *l, uint32_t valid) {
-    constexpr int V = VECTOR<T>, GROUP = 16 / V; // vectors added at once
+    constexpr int V = VECTOR<T>, GROUP = 16 / V; // vectors added at a time
     static_assert(FLIGHT % GROUP == 0, "whole groups");
     SHARED(float, slots, [2][32]);
     Online own;
@@ -84,20 +85,20 @@ DEVICE Row read_row(const T *l, uint32_t valid) {
         own.add(values);
     }
     const float largest = over_block<Max>(own.largest, slots[0]);
-    // Where every logit is −∞, or one is +∞, the sum is no number.
+    // If every logit is −∞, or one is +∞, the sum is NaN.
     const float mine =
         own.largest == -INFINITY ? own.sum : __fmul_rn(own.sum, exponential(own.largest - largest));
     const float sum = over_block<Add>(mine, slots[1]);
     return {largest, valid > 0 && largest == -INFINITY ? NAN : sum};
 }
 
-/// A target's column among the first `valid` ones of this rank, or `valid`.
+/// A target's column if it is one of this rank's first `valid` columns, else `valid`.
 DEVICE uint32_t target_column(uint32_t target, uint32_t first_column, uint32_t valid) {
     return target >= first_column ? min(target - first_column, valid) : valid;
 }
 
-// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max), sums[rows + row]
-// = l_target − max, or 0 where the target is not one of them. A row to a block.
+// max[row] = the largest of the first `valid` logits; sums[row] = Σ exp(l − max); sums[rows + row]
+// = l_target − max, or 0 if the target is not one of them. One block per row.
 template <class T, bool VECTORS>
 DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max, float *sums,
     uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {
@@ -111,19 +112,19 @@ DEVICE void row_statistics(const T *logits, const uint32_t *targets, float *max,
     sums[rows + row] = target < valid ? to_float(l[target]) - of.largest : 0.0f;
 }
 
-// Moves sums from own maxima to those of all ranks.
+// Moves sums from this rank's maxima to those of all ranks.
 DEVICE void move_sums(float *sums, const float *own, const float *all, const uint32_t *targets,
     uint32_t rows, uint32_t first_column, uint32_t valid) {
     const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
-    // Of no column the sum is 0, and its maximum −∞.
+    // With no columns the sum is 0 and the maximum −∞.
     if (own[row] > -INFINITY) sums[row] *= exponential(own[row] - all[row]);
     if (targets[row] >= first_column && targets[row] - first_column < valid)
         sums[rows + row] += own[row] - all[row];
 }
 
-// total += Σ mask·(ln(Σ exp) − target) over the rows, in f64, in an order that their number alone
-// decides; one block.
+// total += Σ mask·(ln(Σ exp) − target) over the rows, in f64; the order depends only on their
+// number. One block.
 DEVICE void sum_losses(double *total, const float *sums, const float *mask, uint32_t rows) {
     SHARED(double, own, [256]);
     double sum = 0.0;
@@ -148,21 +149,21 @@ struct Gradient {
     // exp(l − max) / sum_exp · scale
     DEVICE float share(float logit) const { return exponential(logit - largest) * factor; }
 
-    // Without branches, which would cost more than what they spare padding columns.
+    // No branches: they would cost more than they save in padding columns.
     DEVICE float operator()(float logit, uint32_t column) const {
         const float p = share(logit), g = column == target ? __fsub_rn(p, scale) : p;
         return column < valid ? g : 0.0f;
     }
 
-    // Whether `count` columns are neither the target nor padding, as nearly all are: then shares
-    // are all of it.
+    // Whether `count` columns are neither the target nor padding, as most are. Then `share` is the
+    // whole gradient.
     DEVICE bool plain(uint32_t column, uint32_t count) const {
         return column + count <= valid && target - column >= count;
     }
 };
 
-// The gradient of logits whose statistics are known. Rows are blockIdx.x, parts of a row
-// blockIdx.y. May be in place.
+// The gradient of logits with known statistics. blockIdx.x is the row, blockIdx.y the part of a
+// row. May be in place.
 template <class In, class Out, bool VECTORS>
 DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const float *sum_exp,
     const uint32_t *targets, const float *row_scale, uint32_t v, uint32_t first_column,
@@ -189,24 +190,24 @@ DEVICE void gradient(const In *logits, Out *dlogits, const float *max, const flo
     }
 }
 
-// Four neighbouring elements, next to nothing of which is wanted again soon.
+// Stores four adjacent elements, which are hardly needed again soon, with a streaming hint.
 template <class T>
 DEVICE void stream_four(T *at, const Vector<T> &v) {
     if constexpr (sizeof(T) == 4) __stcs(reinterpret_cast<uint4 *>(at), v.raw);
     else __stcs(reinterpret_cast<uint2 *>(at), make_uint2(v.raw.x, v.raw.y));
 }
 
-// Statistics and gradient of whole rows, a row to a block: sums as of `row_statistics`, and what
-// `gradient` makes of them, bit for bit. May be in place.
+// Statistics and gradient of whole rows, one block per row: sums as by `row_statistics`, and the
+// result of `gradient` on them, bit for bit. May be in place.
 //
-// The row is read twice, but comes from memory once: what a multiprocessor's blocks read lies in
-// its first-level cache still, or in the second-level one, where the rows of all have room. The
-// second reading goes backwards, so that of a row that is too long for a cache the end, which is
-// there, is read before it is pushed out; what it has read and what it writes may go first.
+// The row is read twice, but comes from memory once: a multiprocessor's rows are still in its L1,
+// or in L2, which has room for the rows of all. The second pass goes backwards. If a row is too
+// long for a cache, its end is still there and is read before it is evicted. Vectors that the
+// second pass has read or written may be evicted first.
 template <class Out, int FLIGHT>
 DEVICE void row_at_once(const float *logits, const uint32_t *targets, const float *row_scale,
     Out *dlogits, float *sums, uint32_t rows, uint32_t v, uint32_t first_column, uint32_t valid) {
-    constexpr uint32_t AGAIN = 4; // vectors in flight of the second reading, which waits less
+    constexpr uint32_t AGAIN = 4; // vectors in flight in the second pass, which waits less
     const uint32_t row = blockIdx.x;
     const float *l = logits + static_cast<uint64_t>(row) * v;
     Out *d = dlogits + static_cast<uint64_t>(row) * v;
@@ -218,7 +219,7 @@ DEVICE void row_at_once(const float *logits, const uint32_t *targets, const floa
         sums[rows + row] = target < valid ? target_logit - statistics.largest : 0.0f;
     }
     const Gradient of{statistics.largest, scale / statistics.sum, scale, target, valid};
-    // Vectors of this thread are first, first + blockDim.x, …: so many.
+    // This thread has the vectors first, first + blockDim.x, …: `own` of them.
     const uint32_t first = threadIdx.x, all = v / 4;
     const uint32_t own = first < all ? (all - first - 1) / blockDim.x + 1 : 0;
     const auto column = [&](uint32_t k) { return (first + k * blockDim.x) * 4; };
@@ -253,8 +254,8 @@ DEVICE void row_at_once(const float *logits, const uint32_t *targets, const floa
         gradient<In, Out, VECTORS>(                                                                \
             logits, dlogits, max, sum_exp, targets, row_scale, v, first_column, valid);            \
     }
-// So many blocks have room on a multiprocessor, by their registers: with 16 vectors in flight one,
-// with 8 two, with 4 three.
+// BLOCKS blocks fit on a multiprocessor, limited by registers: one with 16 vectors in flight, two
+// with 8, three with 4.
 #define AT_ONCE(name, Out, BLOCKS, FLIGHT)                                                         \
     KERNEL_BOUNDS(512, BLOCKS, name, const float *logits, const uint32_t *targets,                 \
         const float *row_scale, Out *dlogits, float *sums, uint32_t rows, uint32_t v,              \

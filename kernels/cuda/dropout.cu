@@ -1,25 +1,26 @@
 // Dropout (Srivastava et al. 2014) fused with bias and residual: y = residual + dropout(x + bias).
 //
-// The mask is that of `kernels::dropout`, bit for bit: an element's word is Philox at counter
-// (global token, hidden index / 4). A thread takes the 16 bytes of one or two of Philox's blocks.
+// The mask is the one of `kernels::ops::dropout`, bit for bit: an element's word is Philox at
+// counter (global token, hidden index / 4). A thread takes 16 bytes, which one or two Philox blocks
+// cover.
 #include "divider.cuh"
 #include "inplace.cuh"
 #include "philox.cuh"
 
 constexpr int SAMPLES = 64;
 
-/// Where the rows of [s, b, h] lie in the global batch, and what is dropped of them.
+/// Place of the rows of [s, b, h] in the global batch, and the parameters of dropout.
 struct Mask {
-    // two words of Philox's key, then of its counter; or, with step_and_samples, what they are made
-    // of besides the step
+    // Two words of Philox's key, then two of its counter; with step_and_samples, their inputs other
+    // than the step.
     uint32_t key[4];
-    uint32_t threshold; // words below are dropped; 0 where there is no mask
+    uint32_t threshold; // words below are dropped; 0 if there is no mask
     float scale;        // 1 / (1 − p)
     uint64_t first;     // position of the first row in its sequence
     uint64_t seq_len;
     uint64_t samples[SAMPLES]; // global numbers of samples first_sample and following
     uint32_t first_sample, num_samples;
-    // the training step and the samples' numbers, low words first, or null
+    // The training step and the samples' numbers, low words first, or null.
     const uint2 *step_and_samples;
 
     DEVICE uint64_t token(uint32_t s, uint32_t b) const {
@@ -38,15 +39,15 @@ struct Mask {
         return step_and_samples ? derive_key(given, step_and_samples[0]) : given;
     }
 
-    /// The words of four elements, the first of them number 4·block of its row; `key` is what was
-    /// derived.
+    /// The words of four elements, starting at element 4·block of the row; `key` is the derived
+    /// key.
     DEVICE static uint4 words(const uint4 &key, uint64_t token, uint32_t block) {
         const uint4 counter = make_uint4(
             static_cast<uint32_t>(token), static_cast<uint32_t>(token >> 32), block, key.z);
         return philox4x32(counter, make_uint2(key.x, key.y));
     }
 
-    /// What is dropped is 0 even where it was not finite.
+    /// A dropped element is 0 even where it was not finite.
     DEVICE float keep(float x, uint32_t word) const { return word < threshold ? 0.0f : x * scale; }
 };
 
@@ -54,7 +55,7 @@ DEVICE uint32_t word_of(const uint4 &words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 
-// Items are 16 bytes of a row each. Everything lies at multiples of 16 bytes.
+// Each item is 16 bytes of a row. All addresses are multiples of 16 bytes.
 template <class T>
 DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t items,
     const Divider per_row, const Divider batch, const Mask &mask) {
@@ -83,8 +84,7 @@ DEVICE void vectors(const T *x, const T *bias, const T *residual, T *y, uint32_t
     }));
 }
 
-// As `vectors`, for any width and alignment: items are four elements of a row, or what is left of
-// it.
+// As `vectors`, for any width and alignment: an item is four elements of a row, or the rest of it.
 template <class T>
 DEVICE void fours(const T *x, const T *bias, const T *residual, T *y, uint32_t items, uint32_t h,
     const Divider per_row, const Divider batch, const Mask &mask) {

@@ -1,11 +1,11 @@
-// Lookup of rows of a vocabulary-parallel embedding, and the gradient of its weight without atomics
-// of floats.
+// Lookup of rows in a vocabulary-parallel embedding, and the gradient of its weight without
+// floating-point atomics.
 //
-// Tokens are sorted by the row that they look up, those of one row in their order: first tiles of
-// them (`sort_tile`), then each finds its place among all (`place`). Then every row sums the
-// gradients of its run of tokens. Runs are summed by segments of 64, so that a frequent token does
-// not keep one block busy while the others have nothing to do: rows of one segment are done with
-// that, those of more are joined from the segments' sums, in order.
+// Tokens are sorted by the row that they look up; tokens of one row keep their order. First tiles
+// of tokens are sorted (`sort_tile`), then each token finds its place among all (`place`). Then
+// every row sums the gradients of its run of tokens, by segments of 64, so that a frequent token
+// does not keep one block busy while the others are idle. A row with one segment is then complete;
+// longer runs are joined from the segments' sums, in order.
 #include "divider.cuh"
 #include "inplace.cuh"
 
@@ -17,7 +17,8 @@ DEVICE uint32_t local_row(uint32_t id, uint32_t first_row, uint32_t rows) {
     return id >= first_row && id - first_row < rows ? id - first_row : rows;
 }
 
-// y [tokens, h] = rows of weight [rows, h], zeros for ids elsewhere. Items are V elements of a row.
+// y [tokens, h] = rows of weight [rows, h]; zeros for ids of other ranks. An item is V elements of
+// a row.
 template <class T, bool VECTORS>
 DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, uint32_t first_row,
     uint32_t rows, const Divider per_row) {
@@ -36,9 +37,9 @@ DEVICE void lookup(const uint32_t *ids, const T *weight, T *y, uint32_t items, u
     }
 }
 
-// Keys of the tokens of tile blockIdx.x, ascending: a token's row, and below that its number, so
-// that no two are equal. A bitonic sort (Batcher 1968) by half as many threads as a tile has
-// tokens; a last tile with fewer is filled up with what comes behind every key.
+// Sorts the keys of the tokens of tile blockIdx.x, ascending. A key is the token's row, and in its
+// low bits the token's number, so that no two are equal. A bitonic sort (Batcher 1968) with half as
+// many threads as a tile has tokens; a partial last tile is padded with keys larger than any other.
 DEVICE void sort_tile(
     const uint32_t *ids, uint64_t *keys, uint32_t n, uint32_t first_row, uint32_t rows) {
     SHARED(uint64_t, tile, [TILE]);
@@ -51,7 +52,8 @@ DEVICE void sort_tile(
     for (uint32_t length = 2; length <= TILE; length *= 2) {
         for (uint32_t distance = length / 2; distance > 0; distance /= 2) {
             __syncthreads();
-            // Of every 2·distance elements the first half, each with its partner in the second.
+            // Of every 2·distance elements, pair each element of the first half with its partner in
+            // the second.
             const uint32_t low = 2 * t - (t & (distance - 1)), high = low + distance;
             const uint64_t a = tile[low], b = tile[high];
             const bool ascending = (low & length) == 0;
@@ -65,15 +67,15 @@ DEVICE void sort_tile(
     for (uint32_t j = t; j < size; j += TILE / 2) keys[first + j] = tile[j];
 }
 
-// The row and the number of the token of every key of sorted tiles, to where it belongs among all:
-// behind those before it in its own tile, and in every other tile those that are smaller.
+// Writes the row and the number of every token of sorted tiles to its place among all tokens: after
+// the keys before it in its own tile, and after the smaller keys of every other tile.
 DEVICE void place(const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint32_t n) {
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const uint64_t key = keys[i];
     const uint32_t tiles = (n - 1) / TILE + 1, own = i / TILE;
     uint32_t before = i % TILE;
-    // Several tiles are searched side by side, as each search waits for memory at every step.
+    // Several tiles are searched side by side, because each search waits for memory at every step.
     constexpr int SEARCHES = 4;
     for (uint32_t tile = 0; tile < tiles; tile += SEARCHES) {
         uint32_t first[SEARCHES], size[SEARCHES], smaller[SEARCHES];
@@ -97,7 +99,7 @@ DEVICE void place(const uint64_t *keys, uint32_t *sorted, uint32_t *order, uint3
     order[before] = static_cast<uint32_t>(key);
 }
 
-// starts[p] = the place where the run of p begins.
+// starts[p] = the place where the run that contains p begins.
 DEVICE void find_starts(const uint32_t *sorted, uint32_t *starts, uint32_t n) {
     const uint32_t p = blockIdx.x * blockDim.x + threadIdx.x;
     if (p >= n) return;
@@ -110,8 +112,8 @@ DEVICE void find_starts(const uint32_t *sorted, uint32_t *starts, uint32_t n) {
     starts[p] = low;
 }
 
-/// Where the sum of a segment that is not its row's only one waits. Full segments begin at least 64
-/// places apart, and so do those that end a run after full ones.
+/// The slot for the sum of a segment that is not the only one of its row. Full segments begin at
+/// least 64 places apart, and so do those that end a run after full ones.
 DEVICE uint64_t slot(uint32_t place, uint32_t length) {
     return place / SEGMENT * 2 + (length < SEGMENT);
 }
@@ -121,7 +123,7 @@ template <class T, int V>
 struct Few {
     float value[V];
 
-    /// What this thread will write over.
+    /// Elements that this thread will overwrite.
     DEVICE static Few own(const float *at) {
         Few few;
         if constexpr (V == 1) {
@@ -169,8 +171,8 @@ struct Few {
     }
 };
 
-// Sums the segment that begins at place blockIdx.x, if one does: into its row of dweight, or into
-// its slot of `partials` where the row has more segments.
+// Sums the segment that begins at place blockIdx.x, if there is one: into its row of dweight, or
+// into its slot of `partials` if the row has more segments.
 template <class T, int V>
 DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *order,
     const uint32_t *starts, float *dweight, float *partials, uint32_t n, uint32_t h,
@@ -193,8 +195,8 @@ DEVICE void sum_segment(const T *dy, const uint32_t *sorted, const uint32_t *ord
     }
 }
 
-// Adds the segments' sums to dweight's row, of a run of more than one. Such a run has a place that
-// is a multiple of SEGMENT among its first ones: blockIdx.x is the number of that multiple.
+// Adds the segments' sums to dweight's row, for a run of more than one segment. Such a run has a
+// multiple of SEGMENT among its first places: blockIdx.x is the number of that multiple.
 template <int V>
 DEVICE void join_segments(const uint32_t *sorted, const uint32_t *starts, float *dweight,
     const float *partials, uint32_t n, uint32_t h, uint32_t rows) {

@@ -1,12 +1,12 @@
-// Arithmetic, copies and casts of flat ranges. Bound by memory: a thread has four vectors of 16
-// bytes in flight.
+// Arithmetic, copies and casts of flat ranges. Memory-bound: a thread has four vectors of 16 bytes
+// in flight.
 #include "remainders.cuh"
 #include "inplace.cuh"
 
 constexpr int UNROLL = 4;
 
-// Calls whole(at) for the vectors of `V` elements of this thread, UNROLL of them, `distance` apart;
-// one(i) for elements that make no whole vector, or all where operands are not aligned.
+// Calls whole(at) for UNROLL vectors of `V` elements of this thread, `distance` apart; calls one(i)
+// for elements that make no whole vector, or for all if operands are not aligned.
 template <int V, class Whole, class One>
 DEVICE void each(uint64_t n, bool vectors, Whole whole, One one) {
     const uint64_t distance = static_cast<uint64_t>(blockDim.x) * V;
@@ -53,7 +53,7 @@ DEVICE void scale(T *t, float factor, uint64_t n) {
         [&](uint64_t i) { t[i] = from_float<T>(to_float(t[i]) * factor); });
 }
 
-// Elements of any kind of `sizeof(T)` bytes.
+// Elements of any type of `sizeof(T)` bytes.
 template <class T>
 DEVICE void zero(T *t, uint64_t n) {
     each<16 / sizeof(T)>(
@@ -126,7 +126,7 @@ MOVES(uint64_t, 8)
     CASTS(float, f32, bf16, bf16) CASTS(float, f32, f16, f16) CASTS(bf16, bf16, float, f32)
         CASTS(bf16, bf16, f16, f16) CASTS(f16, f16, float, f32) CASTS(f16, f16, bf16, bf16)
 
-    // Without `low` the high halves alone.
+    // If `low` is null, writes only the high halves.
     KERNEL(split_floats, uint16_t *high, uint16_t *low, const float *values, uint64_t n) {
     each<4>(
         n, aligned(values) && fours(high, low),

@@ -1,7 +1,7 @@
-// Biases of linear layers where a product has no epilogue for them.
+// Biases of linear layers for products without an epilogue.
 #include "device.cuh"
 
-/// `y[row][column] += bias[column]`; rows are blockIdx.x.
+/// `y[row][column] += bias[column]`; blockIdx.x is the row.
 template <class T, class Y>
 DEVICE void add_bias(Y *y, const T *bias, uint64_t n) {
     const uint64_t column = static_cast<uint64_t>(blockIdx.y) * blockDim.x + threadIdx.x;

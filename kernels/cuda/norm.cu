@@ -1,13 +1,13 @@
 // LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019) of rows of h elements, forward.
 //
-// A row is read once, into registers: of a warp up to 2048 elements, of a block up to 16384. Mean
-// and variance are taken from there, one after the other, so that no digits cancel. Rows that are
-// wider, or that vectors of 16 bytes do not divide, are read once more for each of the two, mostly
-// from L2.
+// A row is read once, into registers: up to 2048 elements per warp, up to 16384 per block. Mean and
+// variance are computed from there, one after the other, so that no digits cancel. Rows that are
+// wider, or not a multiple of 16-byte vectors, are read once more for each of the two, mostly from
+// L2.
 #include "group.cuh"
 
-// Rows of up to 32·ELEMENTS elements, one to a warp; or, if WHOLE_BLOCK, up to blockDim.x·ELEMENTS,
-// one to a block.
+// Rows of up to 32·ELEMENTS elements, one per warp; or, if WHOLE_BLOCK, up to blockDim.x·ELEMENTS,
+// one per block.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER>
 DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, float *mean_out,
     float *rstd_out, uint32_t rows, uint32_t h, float eps) {
@@ -69,7 +69,7 @@ DEVICE void rows_in_registers(const T *x, const T *weight, const T *bias, T *y, 
     }
 }
 
-// A row of any width and alignment to a block.
+// One row of any width and alignment per block.
 template <class T, bool LAYER>
 DEVICE void any_rows(const T *x, const T *weight, const T *bias, T *y, float *mean_out,
     float *rstd_out, uint32_t h, float eps) {

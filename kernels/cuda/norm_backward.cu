@@ -1,31 +1,32 @@
 // The backward pass of LayerNorm and RMSNorm.
 //
-// With x̂ = (x − mean)·rstd and g = dy·weight: dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) + residual,
-// RMSNorm without mean(g); and dweight = Σ dy·x̂, dbias = Σ dy over the rows. One reading of x, dy
-// and residual serves all: a block walks its share of the rows, keeps its sums of the parameters'
-// gradients in registers, and writes them as one row of `partials` [blocks, h or 2h], which
-// columns.cu adds up in order. Shares depend on the shape alone. Few threads have room on a
-// multiprocessor beside so many registers, so they load the next row before they compute one:
-// memory has always something to do.
+// With x̂ = (x − mean)·rstd and g = dy·weight: dx = rstd·(g − mean(g) − x̂·mean(g·x̂)) + residual
+// (RMSNorm has no mean(g)); and dweight = Σ dy·x̂, dbias = Σ dy over the rows.
+//
+// One pass over x, dy and residual serves all. A block goes through its share of the rows, keeps
+// its sums of the parameters' gradients in registers, and writes them as one row of `partials`
+// [blocks, h or 2h]; columns.cu adds these up in order. Shares depend on the shape alone. With so
+// many registers per thread, few threads fit on a multiprocessor. So each loads the next row before
+// it computes the current one, which keeps memory busy.
 #include "group.cuh"
 
-/// What a thread has of a row: VECTORS vectors each of x, dy and the residual.
+/// A thread's part of a row: VECTORS vectors each of x, dy and the residual.
 template <class T, int VECTORS>
 struct Operands {
     Vector<T> x[VECTORS], dy[VECTORS], around[VECTORS];
     float mean, rstd;
 };
 
-// Rows of up to 32·ELEMENTS elements, one to a warp at a time, or of up to blockDim.x·ELEMENTS, one
-// to a block. Of WIDE rows a thread has half of the registers.
+// Rows of up to 32·ELEMENTS elements, one per warp at a time, or of up to blockDim.x·ELEMENTS, one
+// per block. For WIDE rows a thread has half of the registers.
 template <class T, int ELEMENTS, bool WHOLE_BLOCK, bool LAYER, bool WIDE = false>
 DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
     const T *weight, const T *residual, T *dx, float *partials, uint32_t rows, uint32_t h,
     uint32_t share) {
     constexpr int V = VECTOR<T>, VECTORS = ELEMENTS / V;
-    // no registers to hold the residual from the start
+    // Too few registers to hold the residual from the start.
     constexpr bool LATE = WIDE || (WHOLE_BLOCK && sizeof(T) == 4);
-    // registers to load the next row while this one is computed
+    // Enough registers to load the next row while this one is computed.
     constexpr bool AHEAD = !WIDE && sizeof(T) == 2;
     SHARED(float, slots, [2][2][32]);
     const uint32_t threads = WHOLE_BLOCK ? blockDim.x : 32;
@@ -61,8 +62,8 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
     Operands<T, VECTORS> next;
     if (AHEAD && begin < last) next = load(begin);
     for (uint32_t row = begin; row < last; row += step) {
-        // Weight comes from L1, where it takes no registers between rows; asked for before the next
-        // row, which would keep it waiting.
+        // The weight comes from L1, so it takes no registers between rows. It is loaded before the
+        // next row, because it would have to wait for that row's loads.
         Vector<T> w[VECTORS];
 #pragma unroll
         for (int p = 0; p < VECTORS; p++) {
@@ -92,8 +93,8 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
             }
         }
         if (WHOLE_BLOCK) {
-            // Rows take turns with two sets of slots: a barrier of the row between lies before each
-            // is written again.
+            // Rows alternate between two sets of slots, so the barrier of the row in between comes
+            // before a set is written again.
             float (*now)[32] = slots[row % 2];
             along = over_block<Add>(along, now[0]);
             if (LAYER) across = over_block<Add>(across, now[1]);
@@ -101,8 +102,8 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
             along = over_warp<Add>(along);
             if (LAYER) across = over_warp<Add>(across);
         }
-        // What is left to do for an element is three operations: rstd·(g − mean(g) − x̂·mean(g·x̂))
-        // = dy·(weight·rstd) − shift − (x − mean)·slope.
+        // Three operations remain per element: rstd·(g − mean(g) − x̂·mean(g·x̂)) =
+        // dy·(weight·rstd) − shift − (x − mean)·slope.
         const float slope = along * inv_h * rstd * rstd,
                     shift = LAYER ? across * inv_h * rstd : 0.0f;
         const auto gradient = [&](int p, int i, float around) {
@@ -139,8 +140,8 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
             }
         }
     } else {
-        // Warps add theirs in order. Element i of a lane lies at i·32 + lane, where lanes do not
-        // share banks.
+        // Warps add their sums in order. Element i of a lane lies at i·32 + lane, so lanes use
+        // different banks.
         SHARED(float, totals, [(LAYER ? 2 : 1) * 32 * ELEMENTS]);
         for (uint32_t turn = 0; turn < step; turn++) {
             if (turn == warp) {
@@ -163,7 +164,7 @@ DEVICE void rows_in_registers(const T *dy, const T *x, const float *mean_of, con
     }
 }
 
-// dx of a row of any width and alignment to a block.
+// dx of one row of any width and alignment per block.
 template <class T, bool LAYER>
 DEVICE void any_rows(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
     const T *weight, const T *residual, T *dx, uint32_t h) {
@@ -187,7 +188,7 @@ DEVICE void any_rows(const T *dy, const T *x, const float *mean_of, const float 
     }
 }
 
-// Sums of the parameters' gradients over `share` rows, a column to a thread; for rows that are not
+// Sums of the parameters' gradients over `share` rows, one column per thread; for rows that are not
 // kept in registers.
 template <class T, bool LAYER>
 DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const float *rstd_of,
@@ -233,7 +234,7 @@ DEVICE void any_parameters(const T *dy, const T *x, const float *mean_of, const 
         rows_in_registers<T, ELEMENTS, false, LAYER>(                                              \
             dy, x, mean, rstd, weight, residual, dx, partials, rows, h, share);                    \
     }
-// For rows of more than 8192 elements. In f32 too many registers would be spilled.
+// For rows of more than 8192 elements. In f32 too many registers would spill.
 #define KERNELS_OF_WIDE(T, suffix, norm, LAYER)                                                    \
     KERNEL_BOUNDS(1024, 1, norm##_backward_wide_##suffix, const T *dy, const T *x,                 \
         const float *mean, const float *rstd, const T *weight, const T *residual, T *dx,           \

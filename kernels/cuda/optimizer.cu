@@ -1,20 +1,20 @@
-// Optimizer steps over flat ranges of f32, in place and in one pass, which also rounds the new
-// parameters to the weights that a 16-bit model computes with. Parameters that are bf16 weights and
-// what these lack of f32 (remainders.cuh) are put together in registers.
+// Optimizer steps over flat ranges of f32, in place and in one pass. The pass also rounds the new
+// parameters to the weights that a 16-bit model computes with. Parameters stored as bf16 weights
+// and remainders (remainders.cuh) are joined in registers.
 //
-// AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. A thread has four elements of
-// every operand in flight. One launch steps many parameters that lie one after the other: a table
-// says where their weight decay changes. The factor on gradients, and whether to step at all, may
-// be a verdict that lies on the device (cuda/squares.cu): then nobody waits for it. AdamW's moments
-// may be kept in bf16, the second rounded stochastically (stochastic_rounding.cuh): another table
-// says by which numbers.
+// AdamW: Loshchilov & Hutter 2019; SGD with momentum: as in PyTorch. A thread has four elements of
+// every operand in flight. One launch steps many consecutive parameters: a table says where their
+// weight decay changes. The gradient factor, and the decision to step at all, may come from a
+// verdict on the device (cuda/squares.cu), so that nothing waits for it. AdamW's moments may be
+// kept in bf16, the second rounded stochastically (stochastic_rounding.cuh): another table has the
+// parameters of the rounding.
 #include "stochastic_rounding.cuh"
 #include "remainders.cuh"
 #include "inplace.cuh"
 
 constexpr uint32_t SEGMENTS = 64;
 
-/// Ranges of a step, in order, and what each does with its weights.
+/// Ranges of a step, in order, and the weight-decay factor of each.
 struct Segments {
     uint64_t ends[SEGMENTS];
     float decay[SEGMENTS];
@@ -36,19 +36,19 @@ struct Segments {
     }
 };
 
-/// How the elements of each segment are rounded.
+/// The rounding of each segment's elements.
 struct StochasticRoundings {
     static constexpr bool THERE = true;
     StochasticRounding of[SEGMENTS];
 };
 
-/// Where nothing is rounded stochastically.
+/// No stochastic rounding.
 struct NoStochasticRounding {
     static constexpr bool THERE = false;
 };
 
-// What is fused is written so: an element has the same bits in a vector and by itself, however a
-// range is cut.
+// Fused operations are written explicitly: an element has the same bits in a vector and alone, for
+// every partition of a range.
 struct AdamW {
     float grad_scale, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_correction2, eps, step_size;
 
@@ -71,7 +71,7 @@ struct Sgd {
     }
 };
 
-/// Parameters by themselves.
+/// Parameters without weights.
 struct Alone {
     float *p;
 
@@ -84,7 +84,7 @@ struct Alone {
     DEVICE void put_one(uint64_t at, float value) const { p[at] = value; }
 };
 
-/// Parameters, and weights that are their rounding.
+/// Parameters, and their rounded copies as weights.
 template <class W>
 struct Rounded {
     float *p;
@@ -113,7 +113,7 @@ struct Rounded {
     }
 };
 
-/// Parameters in halves, of which the high ones are the weights.
+/// Parameters in two halves; the high halves are the weights.
 struct InSplitFloats {
     uint16_t *low, *high;
 
@@ -129,7 +129,7 @@ struct InSplitFloats {
     }
 };
 
-/// States in f32, or in bf16: rounded to the nearest, or by words.
+/// States in f32, or in bf16: rounded to nearest, or by random words.
 template <class T>
 struct Kept {
     static constexpr bool NARROW = sizeof(T) == 2;
@@ -180,7 +180,7 @@ struct Kept {
     }
 };
 
-/// What a rule with one state has of the second.
+/// The second state of a rule that has only one.
 struct NoState {
     DEVICE bool vectors() const { return true; }
     DEVICE void four(uint64_t, float *values) const {
@@ -192,7 +192,7 @@ struct NoState {
     DEVICE void put_one(uint64_t, float, const uint32_t *) const {}
 };
 
-// `verdict` is null where the rule has the factor on gradients.
+// `verdict` is null if the rule holds the gradient factor.
 template <class Rule, class Parameters, class First, class Second, class Rounding>
 DEVICE void step(Rule rule, const float *verdict, const Segments &segments,
     const Rounding &roundings, Parameters parameters, const float *g, First first, Second second,
@@ -243,8 +243,8 @@ DEVICE void step(Rule rule, const float *verdict, const Segments &segments,
     }
 }
 
-// `P *p, W *weight` are what the launch has of parameters, not all of which `parameters` takes;
-// `M`, `V` what moments are kept in.
+// `P *p, W *weight` are the launch's parameters; `parameters` may use only some of them. `M`, `V`
+// are the types of moments.
 #define LAUNCHED_WITH(P, W) P *p, [[maybe_unused]] W *weight
 #define ADAMW_IN(P, W, suffix, parameters, M, V)                                                   \
     KERNEL(adamw_##suffix, const AdamW rule, const float *verdict,                                 \

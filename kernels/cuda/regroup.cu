@@ -1,9 +1,10 @@
-// Rows in another order. Bound by memory: a thread has four items, of up to 16 bytes, in flight.
+// Reorders rows. Memory-bound: a thread has four items, of up to 16 bytes, in flight.
 #include "divider.cuh"
 
 constexpr uint32_t UNROLL = 4;
 
-// y[j, i] = x[i, j] of rows of `per_row` items: `a` rows of x lie `b` apart, and side by side in y.
+// y[j, i] = x[i, j] for rows of `per_row` items: `a` rows that are `b` apart in x are adjacent in
+// y.
 template <class T>
 DEVICE void swap_leading(
     T *y, const T *x, uint32_t items, const Divider per_row, const Divider a, uint32_t b) {

@@ -1,13 +1,13 @@
-// Rotary position embedding (Su et al. 2021) of packed queries and keys in place, rotating halves
+// Rotary position embedding (Su et al. 2021) of packed queries and keys in place. Rotates halves,
 // as Llama does.
 //
 // A row of qkv holds, per group, `heads` heads to rotate (its queries and its key) and the value,
-// `head_dim` elements each. A thread takes 16 bytes of a head's first half and the 16 that they are
-// rotated with.
+// `head_dim` elements each. A thread takes 16 bytes of a head's first half and the 16 bytes of the
+// second half that pair with them.
 #include "divider.cuh"
 #include "inplace.cuh"
 
-/// How items, `parts` to half a head, lie in a row.
+/// The layout of items in a row; half a head has `parts` items.
 struct Heads {
     Divider per_row, parts, heads, batch;
     uint32_t head_dim, width;
@@ -15,12 +15,12 @@ struct Heads {
     uint32_t last;
 };
 
-/// Where an item is, and the row of the table that turns it.
+/// An item's address, and the row of the table for its rotation.
 struct Place {
     uint64_t first;
     uint32_t part, position;
 
-    // Row (s, b) has position offset + s, or that of the list, which nobody has checked.
+    // Row (s, b) has position offset + s, or its position in the list. The list is not checked.
     DEVICE Place(uint32_t item, const Heads &shape, const uint32_t *positions, uint32_t offset) {
         const uint32_t row = shape.per_row.split(item);
         uint32_t head = shape.parts.split(item);

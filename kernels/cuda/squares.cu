@@ -1,12 +1,12 @@
-// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, whose sums are
-// added up with compensation (Neumaier 1974); and what a step makes of the norm that they are of.
+// Sums of squares in f64, of many tensors at once: fixed blocks of 4096 elements, added up with
+// compensation (Neumaier 1974); and the verdict on a step from the resulting norm.
 //
 // The order of all sums depends on the tensors' sizes alone, so a sum has the same bits wherever
 // its tensor lies.
 #include "device.cuh"
 
 constexpr uint32_t TENSORS = 128;
-// elements to a block of 256 threads: four vectors of four to each
+// Elements per block of 256 threads: four vectors of four per thread.
 constexpr uint32_t BLOCK = 4096;
 constexpr uint32_t THREADS = 256;
 
@@ -41,8 +41,8 @@ DEVICE double over_threads(double v, double *slots) {
     return sum;
 }
 
-// partials[block] = the sum of its elements' squares. Element i of a block is thread i / 4 % 256's,
-// however it is loaded.
+// partials[block] = the sum of its elements' squares. Element i of a block belongs to thread i / 4
+// % 256, however it is loaded.
 template <class T>
 DEVICE void partial_sums(const Tensors &tensors, double *partials) {
     SHARED(double, slots, [THREADS / 32]);
@@ -74,7 +74,7 @@ DEVICE void partial_sums(const Tensors &tensors, double *partials) {
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-/// A sum, and what the additions lost.
+/// A sum, and the accumulated rounding error of the additions.
 struct Compensated {
     double total = 0.0, error = 0.0;
 
@@ -87,7 +87,7 @@ struct Compensated {
         total = next;
     }
 
-    // An infinite total has a NaN for its error.
+    // If the total is infinite, the error is NaN.
     DEVICE double value() const { return fabs(total) < INFINITY ? total + error : total; }
 };
 
@@ -139,9 +139,9 @@ KERNEL(add_in_order, const double *values, uint32_t n, double *sum) {
     if (threadIdx.x == 0) *sum = total;
 }
 
-// From shares of the squared norm of gradients that are `loss_scale` times the loss's: the norm,
-// the factor on them that clips them to `max_norm` (0: never) and takes the scale away, and whether
-// to step (1 or 0). In the CPU's order of operations.
+// From parts of the squared norm of gradients that are `loss_scale` times those of the loss: the
+// norm, the factor for the gradients, and whether to step (1 or 0). The factor clips to `max_norm`
+// (0: never) and divides by the loss scale. Operations are in the CPU's order.
 KERNEL(judge, const double *shares, uint32_t n, float max_norm, double loss_scale, float *verdict) {
     SHARED(double, slots, [THREADS]);
     const double total = in_order(shares, n, slots);

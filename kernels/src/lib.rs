@@ -1,11 +1,12 @@
-//! Fused forward and backward operations of transformers on candle tensors.
+//! Fused forward and backward transformer operations on candle tensors.
 //!
-//! No parallelism over ranks lives here: a kernel sees one device, one rank's tensors, and the
-//! numbers that place them in the global problem (vocabulary offset, sample ids) where it needs
-//! them. Every kernel's result is independent of the number of threads, bit for bit: reductions run
-//! over fixed blocks and are combined in block order.
+//! This crate knows nothing of parallelism over ranks. A kernel sees one device and one rank's
+//! tensors. Where it needs the place of those tensors in the global problem, the caller passes it
+//! as numbers (vocabulary offset, sample ids). Every result is bit-identical for any number of
+//! threads: reductions run over fixed blocks and are combined in block order.
 
-// SIMD, CUDA and reinterpretation of plain numbers live here; every block states why it is sound.
+// SIMD, CUDA and reinterpretation of plain numbers need `unsafe`; every block states why it is
+// sound.
 #![allow(unsafe_code)]
 
 mod cpu;
@@ -14,8 +15,8 @@ mod cuda;
 pub mod ops;
 pub mod tensor;
 
-/// Leaves an operation to the GPU's implementation if its tensor is there: `on_gpu!(x,
-/// activation::gelu(x, OP))` near the beginning of it.
+/// Returns the GPU's implementation of an operation if the tensor is on a GPU. Belongs near the
+/// beginning of the operation: `on_gpu!(x, activation::gelu(x, OP))`.
 macro_rules! on_gpu {
     ($t:expr, $($call:tt)+) => {
         #[cfg(gpu)]
@@ -26,7 +27,7 @@ macro_rules! on_gpu {
 }
 pub(crate) use on_gpu;
 
-/// As [`on_gpu`], for what the emulator leaves to the CPU.
+/// As [`on_gpu`], for operations that the emulator leaves to the CPU.
 macro_rules! on_cuda {
     ($t:expr, $($call:tt)+) => {
         #[cfg(feature = "cuda")]

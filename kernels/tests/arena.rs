@@ -1,4 +1,4 @@
-//! Large blocks of a process that trains, in the arena apart from the heap.
+//! Large blocks of a training process lie in the arena, apart from the heap.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -12,7 +12,8 @@ static ALLOCATOR: LineAligned = LineAligned;
 
 const MB: usize = 1 << 20;
 
-/// One test at a time, after memory is kept: each sees what the ones before left free.
+/// Runs one test at a time, with freed memory kept: each test sees the free memory of the earlier
+/// ones.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -20,7 +21,7 @@ fn alone() -> MutexGuard<'static, ()> {
     one
 }
 
-/// A block of bytes that nobody has cleared.
+/// A block of uninitialized bytes.
 fn block(len: usize) -> Vec<u8> {
     Vec::with_capacity(len)
 }
@@ -90,8 +91,8 @@ fn blocks_hold_what_they_held_when_they_grow_and_shrink_within_the_arena_into_it
             for &other in sizes.iter().cycle().skip(i + 1).step_by(3).take(5) {
                 let layout = Layout::from_size_align(size, align).unwrap();
                 let value = |i: usize| ((i * 31) >> 4) as u8;
-                // SAFETY: blocks are used within their sizes and freed once, with the layouts they
-                // have then.
+                // SAFETY: blocks are used within their sizes and freed once, with their current
+                // layouts.
                 unsafe {
                     let at = LineAligned.alloc(layout);
                     let behind = block(2 * MB);

@@ -1,8 +1,9 @@
 //! Collectives between two ranks of this machine, per backend:
 //! `cargo bench --bench collectives`.
 //!
-//! Ranks are threads of this process, which changes nothing for `local` and `tcp`: they use shared
-//! memory and sockets as between processes. Throughput counts the bytes of one rank's tensor.
+//! Ranks are threads of this process. This makes no difference for `local` and `tcp`, which use
+//! shared memory and sockets as between processes. Throughput counts the bytes of one rank's
+//! tensor.
 
 use std::hint::black_box;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -18,7 +19,7 @@ const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
 const SIZES: [(&str, usize); 3] = [("4KB", 4 << 10), ("1MB", 1 << 20), ("16MB", 16 << 20)];
 const OPERATIONS: [&str; 4] = ["all_reduce", "all_gather", "reduce_scatter", "send_recv"];
 
-/// What both ranks do `rounds` times.
+/// The work that both ranks do `rounds` times.
 #[derive(Clone, Copy)]
 struct Task {
     operation: &'static str,

@@ -1,25 +1,24 @@
-//! The error of the runtime. Messages say what, where, and what to do.
+//! The error type of this crate. Messages say what went wrong, where, and what to do.
 
 use std::path::{Path, PathBuf};
 
-/// Why a run, or a part of one, cannot go on.
+/// The reason why a run, or a part of it, cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Settings that are invalid or contradict each other; the message names each number and its
-    /// source.
+    /// Invalid or contradictory settings; the message names each value and its source.
     #[error("{0}")]
     Config(String),
-    /// A collective or a message between ranks went wrong without a rank being lost.
+    /// A collective or a message between ranks failed, but no rank was lost.
     #[error("{0}")]
     Comm(String),
     /// A peer died or left while this rank needed it.
     #[error("rank {rank} {how}; it was needed by {operation}")]
     PeerLost {
-        /// In the world.
+        /// Rank in the world.
         rank: usize,
-        /// What became of it, as a verb phrase.
+        /// What happened to it, as a verb phrase.
         how: String,
-        /// What this rank was doing.
+        /// The operation of this rank.
         operation: String,
     },
     /// A peer did not arrive at an operation in time.
@@ -27,17 +26,17 @@ pub enum Error {
         "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
     )]
     Timeout {
-        /// What this rank was doing.
+        /// The operation of this rank.
         operation: String,
         /// Ranks that did not arrive.
         missing: Vec<usize>,
         /// How long this rank waited.
         seconds: f64,
     },
-    /// A device's memory is used up; the message says by what, and what helps.
+    /// A device's memory is exhausted; the message says what uses it, and what helps.
     #[error("{0}")]
     OutOfMemory(String),
-    /// Training that leads nowhere, or led there: the numbers overflow.
+    /// Training diverged: the values are not finite.
     #[error("{0}")]
     Diverged(String),
     /// Data that cannot be used: missing, empty, truncated, or not fitting the tokenizer or model.
@@ -59,9 +58,9 @@ pub enum Error {
     /// The operating system refused a file operation.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was refused, as a verb: "open".
+        /// The refused action, as a verb: "open".
         action: &'static str,
-        /// What it was to be done to.
+        /// The path of the action.
         path: PathBuf,
         /// The system's reason.
         source: std::io::Error,
@@ -69,12 +68,12 @@ pub enum Error {
     /// A kernel refused its input.
     #[error(transparent)]
     Kernel(#[from] kernels::Error),
-    /// An error of candle's.
+    /// An error from candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
 
-/// Result of the runtime.
+/// The result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {

@@ -1,16 +1,16 @@
-//! Files that are opened by name: regular ones only, and, where they are read whole, of a sensible
+//! Opens files by name: only regular files and, if they are read whole, only up to a limit on their
 //! size.
 //!
-//! A pipe in a file's place would wait for whoever writes to it, and a device may never end.
+//! A pipe in place of a file would block until a process writes to it, and a device may never end.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Component, Path};
 
-/// What a file of git's large-file storage begins with as long as the file itself was not fetched.
+/// Start of a Git LFS pointer file, which stands in place of a large file until that is fetched.
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
-/// Longer files are no pointers.
+/// Longer files are not pointers.
 const LONGEST_POINTER: u64 = 1024;
 
 /// Opens a regular file for reading.
@@ -26,29 +26,29 @@ pub fn open(path: &Path) -> Result<File> {
 /// # Errors
 /// As [`open`].
 pub fn open_with(path: &Path, options: &mut OpenOptions) -> Result<File> {
-    // Before it is opened, which whoever writes to a pipe would notice.
+    // Checked before opening, because opening a pipe affects the process that writes to it.
     if let Ok(there) = path.metadata() {
         require_regular(&there)?;
     }
     let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
-    // Another file may have taken its place.
+    // Another file may have replaced it in the meantime.
     require_regular(&file.metadata()?)?;
     Ok(file)
 }
 
-/// Opens a file to write to it, with `options`: a regular one, or a device of characters such as
-/// `/dev/null`, which takes what it gets.
+/// Opens a file for writing, with `options`. It must be a regular file, or a character device such
+/// as `/dev/null`, which accepts all data.
 ///
 /// # Errors
-/// As [`open`], but for such devices.
+/// As [`open`], except for character devices.
 pub fn open_to_write(path: &Path, options: &mut OpenOptions) -> Result<File> {
     if is_character_device(path) { options.open(path) } else { open_with(path, options) }
 }
 
-/// Refuses what [`open_to_write`] would refuse, if something is there.
+/// Refuses an existing file that [`open_to_write`] would refuse.
 ///
 /// # Errors
-/// If it is.
+/// If there is such a file.
 pub fn check_to_write(path: &Path) -> Result<()> {
     match path.metadata() {
         Ok(there) if !there.file_type().is_char_device() => require_regular(&there),
@@ -60,11 +60,10 @@ fn is_character_device(path: &Path) -> bool {
     path.metadata().is_ok_and(|there| there.file_type().is_char_device())
 }
 
-/// Opens a regular file that is no text: [`open`], and what git's large-file storage leaves in its
-/// place is refused.
+/// Opens a regular binary file, as [`open`]. Refuses a Git LFS pointer in its place.
 ///
 /// # Errors
-/// As [`open`].
+/// As [`open`]; also if it is a Git LFS pointer.
 pub fn open_binary(path: &Path) -> Result<File> {
     let file = open(path)?;
     let mut start = [0; POINTER.len()];
@@ -75,10 +74,10 @@ pub fn open_binary(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Reads a regular file of at most `most` bytes whole.
+/// Reads a regular file of at most `most` bytes completely.
 ///
 /// # Errors
-/// As [`open`], or if it is longer, or what git's large-file storage leaves in its place.
+/// As [`open`]; also if the file is longer, or is a Git LFS pointer.
 pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     let too_long = |bytes: u64| {
@@ -99,10 +98,10 @@ pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// As [`read`], of a file that is text.
+/// As [`read`], for a text file.
 ///
 /// # Errors
-/// As there, or if it is not UTF-8.
+/// As [`read`]; also if it is not UTF-8.
 pub fn read_text(path: &Path, most: u64) -> Result<String> {
     let not_utf8 = |_| Error::new(ErrorKind::InvalidData, "it is not UTF-8");
     String::from_utf8(read(path, most)?).map_err(not_utf8)
@@ -134,11 +133,11 @@ fn refuse_pointer(start: &[u8]) -> Result<()> {
     Err(Error::new(ErrorKind::InvalidData, message))
 }
 
-/// Endings of files, which no model's name on the hub has.
+/// File endings that no model name on the Hugging Face hub has.
 const FILE_ENDINGS: [&str; 8] =
     ["json", "txt", "toml", "model", "tiktoken", "bin", "safetensors", "gguf"];
 
-/// Whether a path reads as a model's name on the hub: `gpt2`, `Qwen/Qwen2-0.5B`.
+/// Whether a path looks like a model name on the Hugging Face hub: `gpt2`, `Qwen/Qwen2-0.5B`.
 pub fn could_be_of_the_hub(path: &Path) -> bool {
     let is_name = |part: Component| match part {
         Component::Normal(part) => part.to_str().is_some_and(|part| {
@@ -194,8 +193,7 @@ mod tests {
         assert_eq!(read_text(&at("good"), 4).unwrap(), "text");
         assert_eq!(read(&at("none"), 4).unwrap_err().kind(), ErrorKind::NotFound);
         open_with(&at("new"), OpenOptions::new().write(true).create_new(true)).unwrap();
-        // Devices of characters take what is written to them, and nothing else does that is no
-        // file.
+        // Character devices accept what is written to them; other special files do not.
         for (path, is_fine) in [
             ("pipe", false),
             ("socket", false),
@@ -216,7 +214,7 @@ mod tests {
         File::create(&path).unwrap().set_len(1 << 40).unwrap();
         let error = read(&path, 1 << 20).unwrap_err().to_string();
         assert!(error.contains("1099511627776 bytes, and 1048576 at most"), "{error}");
-        // Longer than it says.
+        // Longer than its reported size.
         assert!(
             read(Path::new("/proc/self/status"), 10)
                 .unwrap_err()

@@ -1,7 +1,7 @@
-//! Megatron-style parallel training of neural networks on candle's tensors: data × tensor ×
-//! context × pipeline parallelism in Rust, without Python. A rank is a process, or a thread of one;
-//! [`train::Trainer`] is one rank of a run. Losses and checkpoints do not depend on how a run is
-//! cut.
+//! Megatron-style parallel training of neural networks on candle's tensors: data × tensor × context
+//! × pipeline parallelism in Rust, without Python. A rank is a process, or a thread of one;
+//! [`train::Trainer`] is one rank of a run. Losses and checkpoints do not depend on the layout of a
+//! run.
 //!
 //! # Crates
 //!
@@ -26,12 +26,12 @@
 //!
 //! | folder | what it holds |
 //! |---|---|
-//! | [`topology`] | rank arithmetic: which rank sits where on tp × cp × ep × dp × pp |
+//! | [`topology`] | rank arithmetic: the place of each rank on tp × cp × ep × dp × pp |
 //! | [`comm`] | communicators between ranks, rendezvous, deadlines, lost ranks |
-//! | [`config`] | what a run is made of, resolved and validated |
-//! | [`params`] | what a parameter is regardless of layout; initial values; flat buffers |
-//! | [`tensor_parallel`] | layers cut over tp, and the layouts of their activations |
-//! | [`context_parallel`] | sequences cut over cp: tokens exchanged for heads around attention |
+//! | [`config`] | the settings of a run, resolved and validated |
+//! | [`params`] | layout-independent descriptions of parameters; initial values; flat buffers |
+//! | [`tensor_parallel`] | layers split over tp, and the layouts of their activations |
+//! | [`context_parallel`] | sequences split over cp: tokens exchanged for heads around attention |
 //! | [`pipeline`] | schedules as data, their simulator, the engine that runs them |
 //! | [`data_parallel`] | reduction of gradients over dp (and cp) |
 //! | [`optim`] | optimizers, clipping, learning-rate schedules |
@@ -112,9 +112,9 @@
 //! }
 //! ```
 //!
-//! On several processes `main` calls [`comm::spawn`], or [`comm::World::from_env`] under a launcher
-//! such as torchrun; `train` stays as it is. The repository's `examples/` go
-//! on from here: a layer of one's own, data parallelism around a candle model, process groups.
+//! For several processes `main` calls [`comm::spawn`], or [`comm::World::from_env`] under a
+//! launcher such as torchrun; `train` stays the same. The repository's `examples/` continue from
+//! here: a custom layer, data parallelism around a candle model, process groups.
 
 #![warn(missing_docs)]
 
@@ -125,15 +125,15 @@ pub mod context_parallel;
 pub mod data;
 pub mod data_parallel;
 mod error;
-#[doc(hidden)] // Opens files safely for the sibling crates; no part of training.
+#[doc(hidden)] // Opens files safely for the sibling crates; not part of training.
 pub mod files;
 pub mod optim;
 pub mod params;
 pub mod pipeline;
-#[doc(hidden)] // Folders of the user's alone, for the sibling crates; no part of training.
+#[doc(hidden)] // Folders of this user alone, for the sibling crates; not part of training.
 pub mod private;
 pub mod tensor_parallel;
-#[doc(hidden)] // Cleans text that others wrote, for the sibling crates; no part of training.
+#[doc(hidden)] // Cleans text from other programs, for the sibling crates; not part of training.
 pub mod text;
 pub mod topology;
 pub mod train;

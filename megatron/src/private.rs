@@ -1,20 +1,20 @@
-//! Files and folders that are this user's alone, or that nobody else may have put in place.
+//! Files and folders that belong to this user alone, or that no other user could have placed.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Follows no link, and waits for nobody at the other end of a pipe.
+/// Does not follow links, and does not wait for the other end of a pipe.
 const HERE: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK;
 
-/// The number of the user whose rights this process has.
+/// The id of the user with whose rights this process runs.
 pub fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Creates `folder`, and what is missing above it, for this user alone; one that is there is left
-/// as it is.
+/// Creates `folder` and its missing parents, for this user alone. An existing folder stays
+/// unchanged.
 ///
 /// # Errors
 /// If the system refuses.
@@ -22,14 +22,13 @@ pub fn create_folder(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)
 }
 
-/// Why others than this user could have put what there is into `folder`, if so, and what to do
-/// about it.
+/// If other users can write to `folder`, the reason and what to do about it.
 ///
 /// # Errors
-/// If it cannot be looked at.
+/// If the folder cannot be examined.
 pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     let (link, there) = (fs::symlink_metadata(folder)?, fs::metadata(folder)?);
-    // Links in `/tmp` are anybody's.
+    // In `/tmp` any user can create links.
     for found in [&link, &there] {
         if !is_own(found.uid(), folder) {
             return Ok(Some(format!("belongs to another user ({})", found.uid())));
@@ -38,7 +37,7 @@ pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     let by_group = there.mode() & 0o020 != 0 && !is_own_group(&there);
     let by_all = there.mode() & 0o002 != 0;
     let who = if by_all { "every user" } else { "its group" };
-    // Of folders such as `/tmp` that is what they are for.
+    // Folders such as `/tmp` are shared on purpose.
     let is_shared = by_all && there.mode() & 0o1000 != 0;
     let remedy = if is_shared {
         "name a folder in it".into()
@@ -48,9 +47,9 @@ pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     Ok((by_group || by_all).then(|| format!("can be written into by {who}: {remedy}")))
 }
 
-/// Whether `owner` is this user, or the system's, who can do all.
+/// Whether `owner` is this user or root.
 fn is_own(owner: u32, folder: &Path) -> bool {
-    // On some network file systems this user is another one.
+    // On some network file systems this user has another id.
     let there = || {
         tempfile::tempfile_in(folder)
             .and_then(|file| file.metadata())
@@ -59,17 +58,17 @@ fn is_own(owner: u32, folder: &Path) -> bool {
     owner == user() || owner == 0 || there()
 }
 
-/// Whether only this user is in the folder's group, as where every user has a group of the same
-/// number.
+/// Whether only this user is in the folder's group. It is assumed so if the group has the same id
+/// as the user, the usual scheme of one group per user.
 fn is_own_group(folder: &fs::Metadata) -> bool {
     folder.gid() == folder.uid() && folder.gid() == rustix::process::getegid().as_raw()
 }
 
-/// Opens the file `path` to lock it, and creates it if need be; follows no link, and changes
-/// nothing in it.
+/// Opens the file `path` for locking, and creates it if needed. Does not follow links, and does not
+/// change the file.
 ///
 /// # Errors
-/// If the system refuses, also where `path` is a link.
+/// If the system refuses, also because `path` is a link.
 pub fn open_lock(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .create(true)
@@ -80,10 +79,10 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Opens the file `path` to read it; no link, and nothing that would have to be waited for.
+/// Opens the file `path` for reading, but no link and no file that would block.
 ///
 /// # Errors
-/// If the system refuses, or it is no regular file.
+/// If the system refuses, or it is not a regular file.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(HERE).open(path)?;
     if file.metadata()?.is_file() {
@@ -93,11 +92,11 @@ pub fn open_file(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Creates the file `path`, in place of what was left there, for writing: it is a new one, whoever
-/// put a link or a file there before.
+/// Creates the file `path` for writing and replaces what exists there. It is always a new file,
+/// even if another user placed a link or a file there.
 ///
 /// # Errors
-/// If the system refuses, or somebody puts something there meanwhile.
+/// If the system refuses, or another process creates something there at the same time.
 pub fn replace(path: &Path) -> io::Result<File> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -144,7 +143,7 @@ mod tests {
         assert!(exposed(&link).unwrap().unwrap().contains("another user (12345)"));
         chown(&folder, Some(12_345), Some(12_345)).unwrap();
         assert!(exposed(&folder).unwrap().unwrap().contains("another user (12345)"));
-        // Of a group that is not this process's alone.
+        // Owned by a group that has other members.
         chown(&folder, Some(0), Some(12_345)).unwrap();
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o770)).unwrap();
         assert!(exposed(&folder).unwrap().unwrap().contains("by its group"));

@@ -1,8 +1,8 @@
-//! Text that others wrote.
+//! Cleans text from other programs.
 
-/// `text` without what a terminal would act on: control characters, ends of lines among them, and
-/// marks that turn the direction of writing. Bytes that are not UTF-8 become U+FFFD. What ranks say
-/// of themselves goes through this before anybody prints it.
+/// `text` without characters that a terminal would interpret: control characters, including line
+/// ends, and marks that change the writing direction. Bytes that are not UTF-8 become U+FFFD. Text
+/// that ranks send about themselves passes through this function before it is printed.
 pub fn printable(text: impl AsRef<[u8]>) -> String {
     let show = |c: char| match c {
         '\n' | '\r' | '\t' => ' ',

@@ -1,4 +1,4 @@
-//! How large a model may be that a file describes.
+//! Plausibility limits for the size of a model that a file describes.
 
 use megatron::config::{ModelConfig, PositionEmbedding};
 
@@ -6,12 +6,12 @@ const MOST_POSITIONS: usize = 1 << 31;
 
 const MOST_PADDING: usize = 1 << 16;
 
-/// Refuses a model that cannot be what is there, tensors whose extents are `largest` at most and
-/// which are of `layers` layers at most, before anything of its size is made. Settings that no
-/// tensor has the size of have limits of their own.
+/// Refuses a model that cannot match its tensors, before anything of its size is allocated.
+/// `largest` is the largest extent of a tensor, and `layers` the largest possible number of layers.
+/// Settings without a matching tensor extent have their own limits.
 ///
 /// # Errors
-/// A sentence naming the size.
+/// A sentence that names the size.
 pub(crate) fn bounded(
     model: &ModelConfig,
     largest: usize,
@@ -40,7 +40,7 @@ pub(crate) fn bounded(
     Ok(())
 }
 
-/// What some tensor of the model is at least as long as in one dimension.
+/// Sizes that some tensor of the model must reach in one dimension.
 fn extents(model: &ModelConfig) -> Vec<usize> {
     let mut extents = vec![
         model.hidden_size,

@@ -16,9 +16,9 @@ use megatron::tensor_parallel::{
 };
 use megatron::train::{Ends, ModelBuilder, SavedActivations};
 
-/// Builds the chunks of a GPT-like decoder. GPT-2 style (learned positions, LayerNorm, GELU, biases,
-/// tied) and Llama style (rotary positions, RMSNorm, SwiGLU, grouped queries, untied) are settings
-/// of one set of layers. The crate's first page trains one.
+/// Builds the chunks of a GPT-like decoder. GPT-2 style (learned positions, LayerNorm, GELU,
+/// biases, tied) and Llama style (rotary positions, RMSNorm, SwiGLU, grouped queries, untied) are
+/// settings of the same layers. The crate's first page trains one.
 ///
 /// ```
 /// use megatron::config::ModelConfig;
@@ -49,7 +49,7 @@ pub struct Gpt {
 }
 
 impl Gpt {
-    /// The model of a run, to compute with on `device`.
+    /// The model of a run, for computation on `device`.
     ///
     /// # Errors
     /// As [`Gpt::new`].
@@ -59,11 +59,11 @@ impl Gpt {
         Self::new(model, tp, p.sequence_parallel, training.recompute, dtype, device)
     }
 
-    /// `tp` and `sequence_parallel`: how layers are cut. Sequences have `config.seq_length` tokens
-    /// at most. The dtype and device are those of the model's parameters.
+    /// `tp` and `sequence_parallel` say how layers are split. Sequences have at most
+    /// `config.seq_length` tokens. `dtype` and `device` are those of the model's parameters.
     ///
     /// # Errors
-    /// If the rotary table cannot be made.
+    /// If the rotary table cannot be created.
     pub fn new(
         config: &ModelConfig,
         tp: usize,
@@ -77,7 +77,7 @@ impl Gpt {
                 let frequencies = rope_frequencies(config.head_dim, config.rotary_base);
                 let frequencies: Vec<f64> =
                     frequencies.into_iter().map(|f| config.rope_scaling.apply(f)).collect();
-                // Angles do not survive 16 bits.
+                // 16 bits are too few for the angles.
                 let dtype = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
                 Some(Arc::new(RopeTable::with_frequencies(
                     config.seq_length,
@@ -108,7 +108,7 @@ impl Gpt {
             eps: config.norm_epsilon,
             sequence_parallel,
         };
-        // Megatron's and GPT-2's scaled initialization of the projections that write into the
+        // The scaled initialization of Megatron and GPT-2 for projections that write into the
         // residual stream.
         let output_init_std = config.init_method_std / (2.0 * config.num_layers as f64).sqrt();
         let alibi = (config.position_embedding == PositionEmbedding::Alibi)
@@ -126,7 +126,7 @@ impl Gpt {
             dropout: config.attention_dropout,
             rope,
             alibi,
-            window: None, // each layer's own
+            window: None, // each layer has its own
             tp,
             sequence_parallel,
             recompute_core: selective,
@@ -139,8 +139,8 @@ impl Gpt {
             init_std: config.init_method_std,
             output_init_std,
             sequence_parallel,
-            // On a CPU one pass makes it beside its gradient, which costs nothing; the bits are the
-            // same.
+            // On a CPU one pass computes the activation together with its gradient, at no extra
+            // cost and with the same bits.
             recompute_activation: selective || !computes_ahead(device),
         };
         let vocab = VocabSpec {
@@ -157,16 +157,16 @@ impl Gpt {
 }
 
 impl Gpt {
-    /// A model to ask for its parameters and how they are cut over `tp`, not to compute with.
+    /// A model for asking which parameters it has and how `tp` splits them, not for computation.
     ///
     /// # Errors
-    /// If the configuration makes no model.
+    /// If the configuration is not a valid model.
     pub fn outline(config: &ModelConfig, tp: usize) -> Result<Self> {
         // No parameter depends on the rotary table.
         Ok(Self::assemble(config, tp, false, Recompute::None, None, &Device::Cpu))
     }
 
-    /// The model of a run, to ask what its ranks hold, not to compute with.
+    /// The model of a run, for asking what its ranks hold, not for computation.
     pub fn outline_of(run: &RunConfig) -> Self {
         let RunConfig { model, parallel: p, training, .. } = run;
         let tp = p.tensor_model_parallel_size;
@@ -176,7 +176,7 @@ impl Gpt {
     /// The parameters of the whole model, in forward order, each once.
     ///
     /// # Errors
-    /// If the configuration makes no model.
+    /// If the configuration is not a valid model.
     pub fn specs(config: &ModelConfig) -> Result<Vec<ParamSpec>> {
         let gpt = Self::outline(config, 1)?;
         let mut params = ParamsBuilder::default();
@@ -185,9 +185,9 @@ impl Gpt {
     }
 }
 
-/// The slope of each head: a geometric sequence from 2^(−8/n) for n heads, where n is a power of
-/// two; otherwise that of the next lower power of two, then every other slope of the next higher
-/// (Press et al. 2022, appendix A.2).
+/// The slope of each of n heads. If n is a power of two, they form a geometric sequence from
+/// 2^(−8/n). Otherwise they are the slopes for the next lower power of two, followed by every other
+/// slope for the next higher one (Press et al. 2022, appendix A.2).
 fn alibi_slopes(heads: usize) -> Vec<f64> {
     let power = if heads.is_power_of_two() { heads } else { heads.next_power_of_two() / 2 };
     let slope = |of: usize, i: usize| 2f64.powf(-8.0 * i as f64 / of as f64);
@@ -224,17 +224,17 @@ impl ModelBuilder for Gpt {
         let fc1 = if c.swiglu { 2 * f } else { f };
         let selective = self.recompute == Recompute::Selective;
         let tp = self.block.attention.tp;
-        // What a CPU never keeps counts as well: it is room for the operands of weight gradients
-        // that are delayed.
+        // The activation is counted even on a CPU, which never saves it: the memory serves the
+        // operands of delayed weight gradients.
         let activated = if selective { 0 } else { f / tp };
         let activations = self.saved_activations().all as usize + activated;
-        // Gradients of the four products, and their inputs: whole where the stream is cut along the
-        // sequence.
+        // Gradients of the four products, and their inputs. Under sequence parallelism these are
+        // gathered along the sequence.
         let operands = 4 * h + (2 * q + 2 * kv + fc1 + f) / tp;
         let layer = |layer: usize| {
             let (attention, all) = (c.attention_flops(layer), c.layer_flops(layer));
-            // Backward of attention has five products (scores again, and two gradients of each of
-            // two) for the two of forward.
+            // Backward of attention has five products (the scores again, and two gradients for each
+            // of two products); forward has two.
             let again = if selective { attention } else { 0 };
             ChunkCosts {
                 forward: all,
@@ -256,8 +256,8 @@ impl ModelBuilder for Gpt {
         let fc1 = if c.swiglu { 2 * c.ffn_hidden_size } else { c.ffn_hidden_size };
         let input = if self.sequence_parallel { h / tp } else { h };
         let attention = if self.recompute == Recompute::Selective { 0 } else { q };
-        // The stream and what was normalized of it, twice; QKV, attention, what the activation
-        // function is applied to.
+        // The stream and its normalized copy, twice; QKV, the output of attention, and the input of
+        // the activation function.
         SavedActivations {
             all: (4 * input + (q + 2 * kv + attention + fc1) / tp) as u64,
             input: input as u64,

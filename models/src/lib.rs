@@ -1,5 +1,5 @@
-//! GPT-like models of [`megatron`]'s layers, the Hugging Face families they come from and go to, and
-//! Megatron-LM's checkpoints. [`Gpt`] builds each rank's share of a model; a
+//! GPT-like models made of [`megatron`]'s layers, conversion from and to Hugging Face families, and
+//! import of Megatron-LM's checkpoints. [`Gpt`] builds each rank's share of a model; a
 //! [`Trainer`](megatron::train::Trainer) trains it under any layout.
 //!
 //! | item | what it is |
@@ -10,7 +10,7 @@
 //! | [`hf`] | Hugging Face folders: reading, import, export |
 //! | [`megatron_core`] | Megatron-LM's distributed checkpoints: reading, import |
 //!
-//! The package is `megatron-models`; [`megatron`]'s page says how to depend on it.
+//! The package is `megatron-models`; [`megatron`]'s page explains how to depend on it.
 //!
 //! # A first program
 //!

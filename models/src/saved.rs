@@ -1,5 +1,5 @@
-//! A GPT's checkpoint without its ranks: what it is of, which layouts it fits, and the files it has
-//! under another one.
+//! A GPT's checkpoint without its ranks: its model, the layouts that fit it, and conversion to
+//! another layout.
 
 use std::path::Path;
 
@@ -13,10 +13,10 @@ use crate::Gpt;
 use crate::bounds::bounded;
 use crate::hf::{ORIGIN_CONFIG, SIDECAR_FILES};
 
-/// More ranks are taken for a mistake.
+/// A larger number is considered a mistake.
 const MOST_RANKS: usize = 1 << 16;
 
-/// A checkpoint whose tensors are those of the model it names.
+/// A checkpoint that holds exactly the tensors of the model it names.
 ///
 /// ```
 /// use megatron::checkpoint::locate;
@@ -66,19 +66,19 @@ const MOST_RANKS: usize = 1 << 16;
 /// # }
 /// ```
 pub struct SavedGpt {
-    /// What the files hold.
+    /// The description of the files.
     pub manifest: Manifest,
-    /// What the run that wrote it says of itself.
+    /// The recorded facts about the run that wrote it.
     pub run: SavedRun,
 }
 
 impl SavedGpt {
-    /// Reads what the checkpoint in folder `path` (`…/iter_0000100`) says of itself; no tensors.
-    /// Nothing that is as large as the manifest merely claims is made, so this is the way to the
-    /// model of a checkpoint.
+    /// Reads the description of the checkpoint in folder `path` (`…/iter_0000100`), but no tensors.
+    /// It allocates nothing of a size that the manifest only claims, so this is the safe way to a
+    /// checkpoint's model.
     ///
     /// # Errors
-    /// If it is damaged, not a training run's, or not of the model that it names.
+    /// If it is damaged, not from a training run, or does not hold the model that it names.
     pub fn open(path: &Path) -> Result<Self> {
         Self::new(Manifest::read(path)?)
     }
@@ -86,7 +86,7 @@ impl SavedGpt {
     /// The checkpoint with this manifest.
     ///
     /// # Errors
-    /// If it is not a training run's, or not of the model that it names.
+    /// If it is not from a training run, or does not hold the model that it names.
     pub fn new(manifest: Manifest) -> Result<Self> {
         let path = manifest.folder();
         let run = saved_run(path, &manifest.state)?;
@@ -121,10 +121,11 @@ impl SavedGpt {
         Ok(Self { manifest, run })
     }
 
-    /// Whether a run under `parallel` could load it; `origins` say where the numbers came from.
+    /// Checks that a run under `parallel` could load it. `origins` gives the sources of the
+    /// numbers.
     ///
     /// # Errors
-    /// With the equations that the layout breaks.
+    /// If it could not; the message has the equations that the layout violates.
     pub fn fits(&self, parallel: &ParallelConfig, origins: &Origins) -> Result<()> {
         parallel.validate_with(&self.run.model, origins)?;
         let world = parallel.world_size();
@@ -136,12 +137,12 @@ impl SavedGpt {
         Ok(())
     }
 
-    /// Writes it as `dir/iter_…` as a run under `parallel` would, with the tokenizer and the like
-    /// beside it; see [`checkpoint::reshard`].
+    /// Writes it as `dir/iter_…`, as a run under `parallel` would, with its sidecar files such as
+    /// the tokenizer; see [`checkpoint::reshard`].
     ///
     /// # Errors
-    /// If the layout does not fit, `dir` holds a checkpoint, this one is damaged, or the system
-    /// refuses.
+    /// If the layout does not fit, `dir` holds a checkpoint, this checkpoint is damaged, or the
+    /// system refuses.
     pub fn reshard(
         &self,
         dir: &Path,
@@ -158,7 +159,7 @@ impl SavedGpt {
         checkpoint::reshard(&self.manifest, dir, &state, ranks, &sidecars, progress)
     }
 
-    /// The tensor parallel sizes that cut the model evenly.
+    /// The tensor parallel sizes that split the model evenly.
     pub fn tensor_parallel_sizes(&self) -> Vec<usize> {
         let fits = |tp: &usize| {
             let layout = ParallelConfig { tensor_model_parallel_size: *tp, ..Default::default() };

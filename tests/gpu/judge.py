@@ -1,10 +1,10 @@
-"""Judges what tests/gpu/run has measured: prints a figure, and exits with 1 if it is not good enough.
+"""Checks a measurement of tests/gpu/run: prints a figure, and exits with 1 if it is not good enough.
 
   judge.py losses METRICS EXPECTED TOLERANCE STEPS    largest relative difference of losses and gradient norms, step by step
   judge.py bandwidth LOG PERCENT               kernels bound by memory, as a share of the copy bandwidth
-  judge.py speed OURS TORCH FACTOR MFU         tokens a second of both, and the model's FLOP/s as a percentage of the peak
-  judge.py graphs WITH WITHOUT FACTOR          tokens a second of both
-  judge.py waits TRACE                         what the program waits for in a step, by the trace of watch.so
+  judge.py speed OURS TORCH FACTOR MFU         tokens per second of both, and the model's FLOP/s as a percentage of the peak
+  judge.py graphs WITH WITHOUT FACTOR          tokens per second of both
+  judge.py waits TRACE                         the waits of the program within a step, from the trace of watch.so
   judge.py attention LOG FORWARD BACKWARD      the lowest rates at head dimension 128, as percentages of the peak
 
 EXPECTED is another run's metrics, or a fixture's expected.json.
@@ -100,7 +100,7 @@ def attention(log, forward, backward):
 
 
 def waits(trace):
-    """Steps end in the kernel that judges the gradients' norm. The third on are steady: before, code is still loaded."""
+    """Steps end with the kernel that checks the gradients' norm. Steps from the third on are steady; earlier ones still load code."""
     steps = [[]]
     for line in Path(trace).read_text().splitlines():
         what, name = line.split(" ", 1)
@@ -112,8 +112,7 @@ def waits(trace):
         return False, "the trace has no steady step"
     names = [[name for what, name in step if what == "wait"] for step in steps]
     kernels = [sum(what == "kernel" for what, _ in step) for step in steps]
-    # Kernels that are queued before the step's first wait, which is for the results of the step
-    # before.
+    # Kernels queued before the step's first wait, which is for the results of the previous step.
     first = [
         next((i for i, (what, _) in enumerate(step) if what == "wait"), len(step)) for step in steps
     ]

@@ -1,4 +1,4 @@
-//! Writes the logits that a checkpoint's model gives to some tokens.
+//! Writes the logits of a checkpoint's model for given tokens.
 //!
 //!     cargo run --release --example logits -- CHECKPOINT TOKENS.safetensors LOGITS.safetensors
 //!

@@ -1,4 +1,4 @@
-//! Runs drawn at random: architecture, batch, precision, optimizer, documents, layout, schedule.
+//! Random runs: architecture, batch, precision, optimizer, documents, layout, schedule.
 
 use megatron::config::*;
 use megatron::data::DocumentEnds;
@@ -30,11 +30,11 @@ impl Random {
     }
 }
 
-/// The seeds to draw from: `runs` of them, unless `RANDOM_RUNS` in the environment has another
-/// number, from `RANDOM_SEED`, or 0, on.
+/// The seeds of a random test. The environment variable `RANDOM_RUNS` overrides their number
+/// `runs`; `RANDOM_SEED` sets the first one, by default 0.
 ///
 /// # Panics
-/// If one of them is not a number.
+/// If a variable is not a number.
 pub fn seeds(runs: u64) -> std::ops::Range<u64> {
     let number = |name: &str| {
         let value = std::env::var(name).ok()?;
@@ -44,7 +44,7 @@ pub fn seeds(runs: u64) -> std::ops::Range<u64> {
     first..first + number("RANDOM_RUNS").unwrap_or(runs)
 }
 
-/// A valid run of one process.
+/// A valid configuration for one process.
 pub fn model(r: &mut Random) -> RunConfig {
     let mut config = tiny(r.one(&[Style::Gpt2, Style::Llama]), 0.0);
     config.data.data_path = vec!["memory".into()];
@@ -103,8 +103,8 @@ pub fn model(r: &mut Random) -> RunConfig {
     ]);
     let o = &mut config.optimizer;
     o.kind = r.one(&[OptimizerKind::Adam, OptimizerKind::Adam, OptimizerKind::Sgd]);
-    // Some gradients are 0 but for rounding, as those of the keys' biases, which Adam would make as
-    // large as all others.
+    // Some gradients are 0 except for rounding, such as those of the keys' biases. Adam would
+    // otherwise make their updates as large as all others.
     o.adam_eps = 1e-5;
     o.lr = if o.kind == OptimizerKind::Adam { 1e-3 } else { 0.05 };
     o.clip_grad = r.one(&[0.0, 0.1, 1.0, 100.0]);
@@ -121,7 +121,7 @@ pub fn model(r: &mut Random) -> RunConfig {
     config
 }
 
-/// A cut of `config` over at most 12 ranks.
+/// A random layout of `config` over at most 12 ranks.
 ///
 /// # Panics
 /// If none is found.
@@ -177,14 +177,14 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
     panic!("no layout goes with {config:?}");
 }
 
-/// `layers` in `stages` heaps, some of which may be empty.
+/// Distributes `layers` over `stages`; some stages may be empty.
 fn dealt(r: &mut Random, layers: usize, stages: usize) -> Vec<usize> {
     let mut dealt = vec![0; stages];
     (0..layers).for_each(|_| dealt[r.below(stages)] += 1);
     dealt
 }
 
-/// Tokens, in some runs with documents, of which `config` is told.
+/// Tokens, in some runs with documents, which are then set in `config`.
 pub fn data(r: &mut Random, config: &mut RunConfig) -> Sources {
     let m = &config.model;
     let mut data = sources(Tokens::synthetic(m.vocab_size as u32, m.seq_length));
@@ -206,9 +206,9 @@ pub fn data(r: &mut Random, config: &mut RunConfig) -> Sources {
     data
 }
 
-/// The largest |a − b| as a share of b, or of 1 where b is less: of a sharp model's few tokens the
-/// loss is a small difference of large logits. Norms of steps that overflow are not finite, in any
-/// layout.
+/// The largest |a − b|, relative to b, or to 1 if b is smaller: the loss of a sharp model on few
+/// tokens is a small difference of large logits. Norms of steps that overflow are not finite, in
+/// any layout.
 pub fn difference(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let both = a.iter().zip(b).filter(|(a, b)| a.is_finite() || b.is_finite());

@@ -123,7 +123,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
     }
 }
 
-/// `config` cut as dp · tp · pp.
+/// `config` with layout dp · tp · pp.
 pub fn layout(mut config: RunConfig, dp: usize, tp: usize, pp: usize) -> RunConfig {
     config.parallel.data_parallel_size = dp;
     config.parallel.tensor_model_parallel_size = tp;
@@ -131,7 +131,7 @@ pub fn layout(mut config: RunConfig, dp: usize, tp: usize, pp: usize) -> RunConf
     config
 }
 
-/// `config` with sequences cut over `cp` ranks.
+/// `config` with sequences split over `cp` ranks.
 pub fn context(mut config: RunConfig, cp: usize) -> RunConfig {
     config.parallel.context_parallel_size = cp;
     config
@@ -151,7 +151,7 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// A sequence with something to learn: each token mostly follows from the one before.
+    /// A sequence that can be learned: each token mostly follows from the previous one.
     pub fn synthetic(vocab: u32, seq_length: usize) -> Self {
         let mut state = 88172645463325252u64;
         let mut token = 1u32;
@@ -186,17 +186,17 @@ impl SampleSource for Tokens {
     }
 }
 
-/// `train`, and nothing to evaluate.
+/// Training data, without data for evaluation.
 pub fn sources(train: Tokens) -> Sources {
     Sources::of(train)
 }
 
-/// Runs `body` on every rank of a world of threads; results in rank order.
+/// Runs `body` on every rank of a world of threads. Results are in rank order.
 pub fn on_ranks<T: Send>(world: usize, body: impl Fn(Group) -> Result<T> + Sync) -> Result<Vec<T>> {
     on_ranks_with(world, CommOptions::default(), body)
 }
 
-/// As [`on_ranks`], with other than the default options.
+/// As [`on_ranks`], with the given options.
 pub fn on_ranks_with<T: Send>(
     world: usize,
     options: CommOptions,
@@ -211,7 +211,7 @@ pub fn trainer(config: &RunConfig, world: Group, sources: &Sources) -> Result<Tr
     Trainer::new(config, &model, world, sources, &Device::Cpu)
 }
 
-/// Logical tensors put together from the shares of all ranks.
+/// Logical tensors assembled from the shares of all ranks.
 pub type State = BTreeMap<(String, StateKind), Vec<f32>>;
 
 /// A rank's owned shares: name, kind, global shape, pieces, values.
@@ -226,7 +226,7 @@ pub fn shares(trainer: &Trainer) -> Result<Shares> {
         .collect()
 }
 
-/// Puts the shares of all ranks together; panics where an element is missing or given twice.
+/// Assembles the shares of all ranks; panics if an element is missing or occurs twice.
 pub fn assemble(ranks: Vec<Shares>) -> State {
     let mut state = State::new();
     let mut seen: BTreeMap<(String, StateKind), Vec<bool>> = BTreeMap::new();
@@ -256,7 +256,7 @@ pub fn assemble(ranks: Vec<Shares>) -> State {
     state
 }
 
-/// What a run left: loss and gradient norm of every step, and the final state.
+/// The results of a run: loss and gradient norm of every step, and the final state.
 #[derive(Debug)]
 pub struct Run {
     pub losses: Vec<f64>,
@@ -276,7 +276,7 @@ pub fn train_from(config: &RunConfig, checkpoint: Option<&Path>, steps: usize) -
     train_on(&sources(Tokens::synthetic(vocab, config.model.seq_length)), config, checkpoint, steps)
 }
 
-/// Trains `steps` steps and saves into `dir`; returns the folder of the checkpoint.
+/// Trains `steps` steps and saves to `dir`; returns the folder of the checkpoint.
 ///
 /// # Panics
 /// If a rank fails.
@@ -292,7 +292,7 @@ pub fn save_after(config: &RunConfig, steps: usize, dir: &Path) -> PathBuf {
     saved.expect("every rank saves").remove(0)
 }
 
-/// Trains `steps` steps with what is communicated issued before computation that does not need it.
+/// Trains `steps` steps with communication issued before independent computation.
 pub fn train_overlapping(config: &RunConfig, steps: usize) -> Result<Run> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
     train_with(CommOptions { overlap: true, ..CommOptions::default() }, &data, config, None, steps)
@@ -308,7 +308,7 @@ pub fn train_on(
     train_with(CommOptions::default(), data, config, checkpoint, steps)
 }
 
-/// As [`train_on`], with other than the default options.
+/// As [`train_on`], with the given options.
 pub fn train_with(
     options: CommOptions,
     data: &Sources,
@@ -330,7 +330,7 @@ pub fn train_with(
         Ok((numbers, initial, shares(&trainer)?))
     })?;
     let numbers = ranks[0].0.clone();
-    // By bits: the norm of gradients that overflow is not a number.
+    // Compared by bits, because the norm of gradients that overflow is NaN.
     let bits = |numbers: &[(f64, f64)]| {
         numbers.iter().map(|(l, n)| (l.to_bits(), n.to_bits())).collect::<Vec<_>>()
     };

@@ -1,4 +1,4 @@
-//! Logits of a model on any layout, against those of another program.
+//! Compares logits of a model on any layout with those of another program.
 
 use candle_core::{DType, Device, Tensor};
 use megatron::Result;
@@ -13,7 +13,7 @@ use crate::{Tokens, on_ranks, sources, trainer};
 
 /// dp · tp · pp
 pub const LAYOUTS: [(usize, usize, usize); 4] = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)];
-/// Absolute difference allowed to every logit.
+/// Allowed absolute difference of every logit.
 const TOLERANCE: f32 = 1e-4;
 
 /// Logits `[S, V]` of `tokens`, on the last stage.
@@ -35,7 +35,7 @@ pub fn logits(trainer: &Trainer, tokens: &[u32]) -> Result<Option<Vec<f32>>> {
     };
     let ctx = stage.ctx(&batch, Phase::Evaluate, None);
     let rank = stage.pp.rank();
-    // The layers' forward as training runs it.
+    // The layers' forward, as in training.
     let chunk = &stage.chunks[0];
     let mut x = match &chunk.input {
         Some(embedding) => embedding.forward(&ctx)?.0,
@@ -64,8 +64,8 @@ fn assert_close(what: &str, ours: &[f32], theirs: &[f32]) {
     assert!(worst < TOLERANCE, "{what}: a logit differs by {worst}");
 }
 
-/// Asserts that the model of `config`, whose weights `load` puts in place, has the logits
-/// `expected` for `tokens`.
+/// Asserts that the model of `config`, whose weights `load` fills, has the logits `expected` for
+/// `tokens`.
 pub fn assert_logits(
     what: &str,
     config: &RunConfig,

@@ -1,4 +1,4 @@
-// The scheduler of the emulator, and what Rust calls. See emulator.hpp.
+// The scheduler of the emulator, and the functions that Rust calls. See emulator.hpp.
 #include "emulator.hpp"
 
 #include <sys/mman.h>
@@ -40,7 +40,7 @@ namespace {
 
 constexpr size_t STACK = 256 << 10;
 constexpr size_t GUARD = 4096;
-/// How long a block may wait for another.
+/// How long a block may wait for another block.
 constexpr auto PATIENCE = std::chrono::seconds(60);
 constexpr unsigned char POISON = 0xff; // NaN in f32, bf16 and f16
 constexpr unsigned char UNTOUCHED = 0xa5;
@@ -53,7 +53,7 @@ void run_thread() {
     b.current->waits = nullptr;
     b.progress++;
     switch_to(b.current->context, b.scheduler);
-    std::abort(); // nobody resumes a thread that is done
+    std::abort(); // a finished thread is never resumed
 }
 
 struct Random {
@@ -74,7 +74,7 @@ unsigned char *new_stack() {
         std::fprintf(stderr, "the emulator of GPU kernels finds no memory for stacks\n");
         std::abort();
     }
-    // a stack that overflows is a fault rather than another thread's variables
+    // A stack that overflows faults, instead of overwriting another thread's variables.
     mprotect(at, GUARD, PROT_NONE);
     return static_cast<unsigned char *>(at) + GUARD;
 }
@@ -104,7 +104,7 @@ void run(Block &b, Order order, uint64_t seed) {
     const bool ahead = order == Order::WarpByWarp;
     const uint32_t together = ahead ? 32 : b.num_threads;
     uint32_t running = b.num_threads;
-    auto alone = std::chrono::steady_clock::now(); // since when nothing in this block goes on
+    auto alone = std::chrono::steady_clock::now(); // since when this block makes no progress
     while (running > 0) {
         if (order == Order::Shuffled)
             for (uint32_t i = b.num_threads; i > 1; i--)
@@ -152,7 +152,7 @@ Block::~Block() {
         for (const Meeting *meeting : open) delete meeting;
 }
 
-/// Of this thread of the system, whose end it ends with.
+/// The block of this system thread; it lives as long as the thread.
 Block &block() {
     static thread_local Block b;
     return b;
@@ -247,7 +247,7 @@ uint32_t emulator_arguments(const Kernel *kernel, uint32_t *sizes, uint32_t room
     return kernel->num_args;
 }
 
-/// Runs block `index` of a launch. False with a message in `error` if it cannot end.
+/// Runs block `index` of a launch. Returns false with a message in `error` if the block cannot end.
 bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num_threads,
     uint32_t shared_bytes, const uint32_t *index, uint32_t order, uint64_t seed, void **args,
     char *error, size_t error_room) {
@@ -269,7 +269,7 @@ bool emulator_run_block(const Kernel *kernel, const uint32_t *grid, uint32_t num
     }
     const uint32_t warps = (num_threads + 31) / 32;
     if (b.meetings.size() < warps) b.meetings.resize(warps);
-    for (auto &open : b.meetings) { // left behind by a block that failed
+    for (auto &open : b.meetings) { // left over from a block that failed
         b.free_meetings.insert(b.free_meetings.end(), open.begin(), open.end());
         open.clear();
     }

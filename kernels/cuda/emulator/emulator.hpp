@@ -1,15 +1,15 @@
-// Runs CUDA kernels on a CPU, for tests where there is no GPU.
+// Runs CUDA kernels on a CPU, for tests on machines without a GPU.
 //
 // Every thread of a block is a fiber. It runs until it needs other threads (a barrier, a shuffle, a
-// vote) and goes on when they have arrived; so each kind of synchronization is a meeting of fibers,
-// and a meeting that some never come to is an error that says who waits where. The order in which
-// threads get their turns is chosen by the test: a kernel that reads what another thread writes
-// without a barrier between the two gives other results, or the NaNs that shared memory is filled
-// with before a block starts, in one order or another.
+// vote), and continues when they have arrived. So each kind of synchronization is a meeting of
+// fibers. If some never arrive, the emulator reports an error that says which thread waits where.
+// The test chooses the order of turns. If a kernel reads another thread's writes without a barrier
+// in between, some order gives different results, or the NaNs that shared memory is filled with
+// before a block starts.
 //
-// A block runs on one thread of the system, different blocks on several. Kernels must not wait by
-// spinning on memory without `emulator::wait_until`, or, where they wait for another block,
-// `emulator::wait_outside`. They must only wait for blocks that have begun.
+// A block runs on one system thread, different blocks on several. Kernels must not spin on memory
+// without `emulator::wait_until`, or, if they wait for another block, `emulator::wait_outside`.
+// They must only wait for blocks that have started.
 #pragma once
 
 #include <cmath>
@@ -29,7 +29,7 @@ struct Dim3 {
     uint32_t x = 1, y = 1, z = 1;
 };
 
-/// In which order threads get their turns, and blocks are run.
+/// The order in which threads take turns, and blocks run.
 enum class Order : uint32_t { Forward, Backward, Shuffled, WarpByWarp };
 
 /// A thread of a block.
@@ -37,9 +37,9 @@ struct Thread {
     Dim3 index;
     uint32_t number = 0;
     bool done = false;
-    /// What it waits for; null while it can run.
+    /// Name of the event that it waits for; null while it can run.
     const char *waits = nullptr;
-    /// Whether what it waits for is there, if that can be asked without giving it its turn.
+    /// Tests whether the event has happened, if this is possible without giving the thread a turn.
     bool (*ready)(const void *) = nullptr;
     const void *ready_of = nullptr;
     Context context;
@@ -66,23 +66,23 @@ struct Meeting {
 struct Barrier {
     uint32_t arrived = 0;
     uint64_t generation = 0;
-    // Sums of what the threads bring, by the parity of the generation.
+    // Sums of the threads' values, by the parity of the generation.
     uint32_t count[2] = {0, 0};
 };
 
-/// The block that runs on this thread of the system.
+/// The block that runs on this system thread.
 struct Block {
     Dim3 index, grid, size;
     uint32_t num_threads = 0;
     std::vector<Thread> threads;
     Thread *current = nullptr;
     Context scheduler;
-    /// Counts whatever lets some thread go on: if all wait and nothing is counted, they wait for
-    /// ever.
+    /// Counts events that let some thread continue. If all threads wait and the count does not
+    /// change, they wait for ever.
     uint64_t progress = 0;
     /// Whether a thread waits for another block.
     bool outside = false;
-    std::vector<std::vector<Meeting *>> meetings;  // of each warp, those that not everyone has left
+    std::vector<std::vector<Meeting *>> meetings;  // by warp; those that some lane has yet to leave
     std::vector<Meeting *> free_meetings;
     Barrier barriers[16];
     std::vector<const void *> shared_seen;
@@ -109,7 +109,7 @@ void yield();
 
 inline Thread &thread() { return *block().current; }
 
-/// Gives the processor to other threads until `ready`.
+/// Lets other threads run until `ready`.
 template <class F>
 inline void wait_until(F ready, const char *what) {
     Block &b = block();
@@ -122,14 +122,14 @@ inline void wait_until(F ready, const char *what) {
     self->waits = nullptr;
 }
 
-/// As `wait_until`, where another block is to make it ready.
+/// As `wait_until`, if another block makes it ready.
 template <class F>
 inline void wait_outside(F ready, const char *what) {
     Block &b = block();
     wait_until([&] { return ready() || (b.outside = true, false); }, what);
 }
 
-/// As `wait_until`, for a `ready` that only looks: the thread gets no turn before.
+/// As `wait_until`, for a `ready` without side effects: the thread gets no turn before.
 template <class F>
 inline void wait_quietly(F ready, const char *what) {
     if (ready()) return;
@@ -144,7 +144,7 @@ inline void wait_quietly(F ready, const char *what) {
     b.progress++;
 }
 
-/// Has the lanes of `mask` meet, each with its value; then calls `read` with the values by lane.
+/// Lets the lanes of `mask` meet, each with its value; then calls `read` with the values by lane.
 template <class T, class F>
 inline auto exchange(uint32_t mask, const char *what, const T &mine, F read) {
     static_assert(sizeof(T) <= Meeting::ROOM && std::is_trivially_copyable<T>::value, "a plain value of at most 256 bytes");
@@ -195,19 +195,19 @@ inline auto exchange(uint32_t mask, const char *what, const T &mine, F read) {
     return result;
 }
 
-/// Barrier `id` of `count` threads; the result is the sum of what they bring.
+/// Barrier `id` of `count` threads; the result is the sum of their values.
 uint32_t barrier(uint32_t id, uint32_t count, uint32_t brought, const char *what);
 
 /// Arrives at barrier `id` without waiting for it.
 void barrier_arrive(uint32_t id, uint32_t count);
 
-/// Fills static shared memory with NaNs, once a block.
+/// Fills static shared memory with NaNs, once per block.
 void poison_once(void *memory, size_t bytes);
 
 /// Dynamic shared memory of the block.
 unsigned char *dynamic_shared();
 
-/// Has the pending copies happen of all but the last `keep` committed groups of this thread.
+/// Performs the pending copies of this thread, except the last `keep` committed groups.
 void finish_copies(size_t keep);
 
 /// A kernel, in the list of its file.
@@ -234,7 +234,7 @@ struct Arguments {
     }
 };
 
-/// Makes a kernel known before the program starts.
+/// Registers a kernel before the program starts.
 struct Registered {
     Kernel kernel;
 

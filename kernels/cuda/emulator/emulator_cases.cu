@@ -1,8 +1,8 @@
-// Kernels by which the emulator is tested: right ones, and ones with the mistakes that it must
-// find. Not for GPUs.
+// Kernels that test the emulator: correct ones, and ones with mistakes that it must find. Not for
+// GPUs.
 #include "../include/device.cuh"
 
-/// The sum of the threads' numbers, by warps, then by shared memory.
+/// The sum of the threads' numbers, first within warps, then through shared memory.
 KERNEL(block_sum, float *out, uint32_t n) {
     DYNAMIC_SHARED(memory);
     float *sums = reinterpret_cast<float *>(memory);
@@ -31,7 +31,7 @@ KERNEL(halves_of_a_warp, float *out, uint32_t n) {
     if (threadIdx.x < n) out[threadIdx.x] = sum;
 }
 
-/// The first warp writes what the second reads.
+/// The first warp writes, the second reads.
 KERNEL(producer_and_consumer, float *out, uint32_t n) {
     SHARED(float, values, [32]);
     if (threadIdx.x < 32) {

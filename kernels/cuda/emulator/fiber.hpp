@@ -1,4 +1,4 @@
-// Threads of execution that take turns on one thread of the system: each has a stack, and leaves
+// Fibers: threads of execution that take turns on one system thread. Each has a stack, and gives up
 // the processor only where it says so.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace emulator {
 
-/// A place to come back to.
+/// A saved point of execution, to be resumed.
 struct Context {
 #if defined(__x86_64__)
     void *stack_pointer = nullptr;
@@ -27,12 +27,12 @@ extern "C" void emulator_switch(void **save, void *load);
 
 inline void switch_to(Context &from, Context &to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
 
-/// Has the next switch to `context` call `begin`, which never returns, on the stack that ends at
+/// Makes the next switch to `context` call `begin`, which never returns, on the stack that ends at
 /// `stack + size`.
 inline void prepare(Context &context, unsigned char *stack, size_t size, void (*begin)()) {
     uintptr_t top = (reinterpret_cast<uintptr_t>(stack) + size) & ~static_cast<uintptr_t>(15);
     void **slot = reinterpret_cast<void **>(top);
-    // A function expects the stack aligned to 16 bytes before the return address was pushed.
+    // At a function's entry, the stack is aligned to 16 bytes below the pushed return address.
     *--slot = nullptr;
     *--slot = reinterpret_cast<void *>(begin);
     for (int i = 0; i < 6; i++) *--slot = nullptr;  // the registers that emulator_switch restores

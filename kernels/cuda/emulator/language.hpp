@@ -1,5 +1,5 @@
-// What nvcc knows by itself, for g++: qualifiers, built-in variables, vector types and intrinsics,
-// in terms of the emulator.
+// Declarations that nvcc has built in, for g++, implemented by the emulator: qualifiers, built-in
+// variables, vector types and intrinsics.
 #pragma once
 
 #include <algorithm>
@@ -91,7 +91,7 @@ static inline uint32_t __ballot_sync(uint32_t mask, int p) {
 static inline int __any_sync(uint32_t mask, int p) { return __ballot_sync(mask, p) != 0; }
 static inline int __all_sync(uint32_t mask, int p) { return __ballot_sync(mask, p) == mask; }
 
-// Atomics: blocks run on several threads of the system.
+// Atomics: blocks run on several system threads.
 template <class T>
 static inline T emulator_atomic(T *at, T (*f)(T, T), T value) {
     T old;
@@ -149,7 +149,7 @@ static inline double __longlong_as_double(int64_t x) { return emulator_bits<doub
 static inline float __uint2float_rn(uint32_t x) { return static_cast<float>(x); }
 static inline float __int2float_rn(int x) { return static_cast<float>(x); }
 
-// Arithmetic that rounds as written, and the approximations, which are exact here.
+// Arithmetic that rounds as written, and the approximate functions, which are exact here.
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
@@ -158,7 +158,7 @@ static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
 static inline float __fdividef(float a, float b) { return a / b; }
-// glibc has functions of these names.
+// Macros, because glibc has functions of these names.
 #define __expf(x) std::exp(static_cast<float>(x))
 #define __logf(x) std::log(static_cast<float>(x))
 #define __log2f(x) std::log2(static_cast<float>(x))

@@ -1,4 +1,4 @@
-// The 16-bit floats, as the emulator and the stand-ins hold and convert them.
+// The 16-bit floats as the emulator and the stand-ins represent and convert them.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ static inline To emulator_bits(From from) {
     return to;
 }
 
-// 16-bit floats: plain bits here, converted by the functions of device.cuh.
+// 16-bit floats: plain bits here; functions of device.cuh convert them.
 struct bf16 {
     uint16_t bits;
 };
@@ -28,16 +28,16 @@ static inline bf16 emulator_bf16(float x) {
 }
 static inline float emulator_float(f16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-    // As if exponents had f32's offset, then brought to it: exact, for subnormal numbers, too.
+    // Reads the bits with f32's exponent bias, then rescales: exact, also for subnormal numbers.
     const uint32_t finite = emulator_bits<uint32_t>(emulator_bits<float>(magnitude) * 0x1p112f);
     return emulator_bits<float>(sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite));
 }
 static inline f16 emulator_f16(float x) {
     const uint32_t u = emulator_bits<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(0x7fff)};
-    // 65520 and more round to infinity
+    // 65520 and larger values round to infinity.
     if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};
-    // below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even
+    // Below 2^-14: multiples of 2^-24, by an addition that rounds to nearest even.
     if (magnitude < 0x38800000u) {
         const float shifted = emulator_bits<float>(magnitude) + 0.5f;
         return {static_cast<uint16_t>(sign | (emulator_bits<uint32_t>(shifted) - 0x3f000000u))};

@@ -1,5 +1,5 @@
-// What all kernels of attention share: where things lie in packed tensors, which keys a query sees,
-// and which weights are dropped.
+// Shared by all attention kernels: offsets in packed tensors, the keys that a query sees, and the
+// weights that are dropped.
 #pragma once
 
 #include "mma.cuh"
@@ -11,22 +11,22 @@ constexpr float LN_2 = 0.6931471805599453f;
 struct Attention {
     /// `[b][s]`, the first key that a query sees, or null.
     const uint32_t *first_keys;
-    /// Per local query head, for powers of two, or null.
+    /// Slope per local query head, for powers of two; or null.
     const float *slopes;
-    /// `[b]` global sample numbers, low word first; where `step_on_device`, behind the training
+    /// `[b]` global sample numbers, low word first; if `step_on_device`, they follow the training
     /// step.
     const uint2 *samples;
     uint32_t s, b, groups, heads_per_group, head_dim;
-    /// Keys that a query sees at most; 0: no limit.
+    /// Most keys that a query sees; 0: no limit.
     uint32_t window;
-    /// What scores are multiplied with, for powers of two, and for themselves.
+    /// Factor of the scores, for powers of two and for the scores themselves.
     float scale_log2, scale;
-    /// Whether scores are scaled before their maximum is sought: there are slopes, or the scale is
+    /// Whether scores are scaled before their maximum is taken: there are slopes, or the scale is
     /// not positive.
     uint32_t tilted;
     /// Whether every row of a head begins at a multiple of 16 bytes.
     uint32_t aligned;
-    /// Of dropout; where `step_on_device`, what the key is made of besides the step.
+    /// Key of dropout; if `step_on_device`, the key's inputs without the step.
     uint32_t key[4];
     uint32_t threshold, first_head;
     /// 1/(1−p)
@@ -34,7 +34,7 @@ struct Attention {
     uint32_t step_on_device;
 };
 
-/// Elements between positions of qkv.
+/// Stride of positions in qkv, in elements.
 DEVICE size_t qkv_stride(const Attention &call) {
     return (size_t)call.b * call.groups * (call.heads_per_group + 2) * call.head_dim;
 }
@@ -45,7 +45,7 @@ DEVICE size_t qkv_at(const Attention &call, uint32_t sample, uint32_t group, uin
            call.head_dim;
 }
 
-/// Elements between positions of the output.
+/// Stride of positions in the output, in elements.
 DEVICE size_t out_stride(const Attention &call) {
     return (size_t)call.b * call.groups * call.heads_per_group * call.head_dim;
 }
@@ -55,27 +55,27 @@ DEVICE size_t out_at(const Attention &call, uint32_t sample, uint32_t head) {
     return ((size_t)sample * call.groups * call.heads_per_group + head) * call.head_dim;
 }
 
-/// Offset of the first query's number in `[b, heads, s]`.
+/// Offset of a head's first query in `[b, heads, s]`.
 DEVICE size_t statistics_at(const Attention &call, uint32_t sample, uint32_t head) {
     return ((size_t)sample * call.groups * call.heads_per_group + head) * call.s;
 }
 
-/// The first key that a query sees; queries behind the sequence's end see what its last one sees.
-/// Does not decrease along the queries.
+/// The first key that a query sees. Queries beyond the sequence's end get the value of its last
+/// query. Does not decrease along the queries.
 DEVICE uint32_t first_key(const Attention &call, uint32_t sample, uint32_t query) {
     query = query < call.s ? query : call.s - 1;
     uint32_t first = call.window && query >= call.window ? query + 1 - call.window : 0;
     if (call.first_keys) {
-        // Every query sees itself, whatever the table says: Hopper's kernels would wait for ever
-        // for tiles of keys that nobody sees.
+        // Every query sees itself, whatever the table says. Otherwise Hopper's kernels would wait
+        // for ever for tiles of keys that no query sees.
         const uint32_t of_document = min(call.first_keys[(size_t)sample * call.s + query], query);
         first = first > of_document ? first : of_document;
     }
     return first;
 }
 
-/// Scales a fragment C of products of queries and keys, and adds the slope's share, if scores are
-/// tilted; gives the factor that is left to apply. `row` and `column` are the fragment's first
+/// If scores are tilted, scales a fragment C of products of queries and keys and adds the slope's
+/// term. Returns the factor that is still to apply. `row` and `column` are the fragment's first
 /// ones: a query and a key, or, with KEYS_IN_ROWS, a key and a query.
 template <bool KEYS_IN_ROWS, int N>
 DEVICE float tilt(
@@ -94,7 +94,7 @@ DEVICE float tilt(
     return 1.0f;
 }
 
-/// As above for 16 · M rows.
+/// As above, for 16 · M rows.
 template <bool KEYS_IN_ROWS, int M, int N>
 DEVICE float tilt(
     const Attention &call, float slope, uint32_t row, uint32_t column, float (&scores)[M][N][4]) {
@@ -105,7 +105,7 @@ DEVICE float tilt(
     return scale;
 }
 
-/// The words that decide which weights of a head are dropped: four keys' are those of one Philox
+/// The random words that decide which weights of a head are dropped. Four keys share one Philox
 /// block.
 struct HeadMask {
     uint32_t k0, k1, b, d;
@@ -127,15 +127,15 @@ struct HeadMask {
     }
 };
 
-/// The words of a thread's elements of a fragment C [16 queries, 8 keys] whose first query and key
-/// are given. A thread has two neighbouring keys of two queries; two threads share a Philox block,
-/// so each computes one and they exchange halves.
+/// The words of a thread's elements of a fragment C [16 queries, 8 keys] that begins at `query` and
+/// `key`. A thread has two adjacent keys of two queries. Two threads share a Philox block, so each
+/// computes one block and they exchange halves.
 DEVICE void words_of_queries_by_keys(
     const HeadMask &mask, uint32_t query, uint32_t key, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, odd = t % 2;
     uint4 block = mask.words(query + g + 8 * odd, key + t / 2 * 4);
-    // The even thread has the lower query's block, the odd one the upper's; each wants its two keys
-    // of both.
+    // The even thread has the lower query's block, the odd one the upper query's. Each needs its
+    // two keys from both blocks.
     uint32_t first = __shfl_xor_sync(~0u, odd ? block.x : block.z, 1);
     uint32_t second = __shfl_xor_sync(~0u, odd ? block.y : block.w, 1);
     words[0] = odd ? first : block.x;
@@ -144,27 +144,27 @@ DEVICE void words_of_queries_by_keys(
     words[3] = odd ? block.w : second;
 }
 
-/// As above for a fragment C [16 keys, 8 queries]: a thread has keys g and g + 8 of two
-/// neighbouring queries, and four threads share a Philox block of each, so each computes one of the
-/// four and they hand round what the others want.
+/// As above, for a fragment C [16 keys, 8 queries]. A thread has keys g and g + 8 of two adjacent
+/// queries. Four threads share the same four Philox blocks, so each computes one of them and they
+/// exchange words.
 DEVICE void words_of_keys_by_queries(
     const HeadMask &mask, uint32_t key, uint32_t query, uint32_t (&words)[4]) {
     uint32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, mine = g % 4;
-    // Element i of the four: its query is 2t + i % 2, its key g + 8 · (i / 2). Thread i of the four
-    // has all four's words of element i.
+    // Element i of the four has query 2t + i % 2 and key g + 8 · (i / 2). Thread i of the four
+    // computes the block with all four threads' words of element i.
     uint4 block = mask.words(query + 2 * t + mine % 2, key + g / 4 * 4 + mine / 2 * 8);
     uint32_t got[4];
 #pragma unroll
     for (uint32_t distance = 0; distance < 4; distance++) {
-        // This thread gives the word of the one `distance` before it, modulo four, and gets its own
-        // word of the one `distance` behind.
+        // This thread sends the word of the thread `distance` before it, modulo four, and receives
+        // its own word from the thread `distance` after it.
         uint32_t to = (mine - distance) % 4, from = (mine + distance) % 4;
         uint32_t low = to & 1 ? block.y : block.x, high = to & 1 ? block.w : block.z;
         uint32_t word = to & 2 ? high : low;
         uint32_t source = (g - mine + from) * 4 + t;
         got[distance] = distance == 0 ? word : __shfl_sync(~0u, word, source);
     }
-    // got[distance] is element (mine + distance) % 4: turn them into place.
+    // got[distance] is element (mine + distance) % 4: rotate into place.
 #pragma unroll
     for (uint32_t i = 0; i < 4; i++) {
         uint32_t at = (i - mine) % 4;

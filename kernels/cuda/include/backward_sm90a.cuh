@@ -1,34 +1,34 @@
-// What both kernels of attention's backward for Hopper share (attention_dkdv_sm90a.cu,
-// attention_dq_sm90a.cu), bf16 and f16, heads of 64 or 128 columns, without dropout: the two passes
-// of attention_backward.cu by asynchronous products of warpgroups and tensor copies (Shah et al.
-// 2024, FlashAttention-3).
+// Shared by both Hopper kernels of attention's backward (attention_dkdv_sm90a.cu,
+// attention_dq_sm90a.cu), for bf16 and f16, heads of 64 or 128 columns, without dropout. These are
+// the two passes of attention_backward.cu with asynchronous warpgroup products and tensor copies
+// (Shah et al. 2024, FlashAttention-3).
 //
-// A warp of a block's first warpgroup has tiles copied; the others, two or three, keep 64 rows
-// each, of keys and values or of queries and gradients of outputs, and go over tiles of 64 rows of
-// the others. Weights stay in registers as left operands. A tile's scores and gradients of weights
-// are multiplied before what the tile before it adds to the results, which then runs while the
-// weights are made. Blocks stay and take one piece of work after another, from the longest ones on,
-// as long as there are any; where shared memory has room, what stays for the next one is copied
-// meanwhile.
+// A producer warp in the block's first warpgroup copies tiles. The other warpgroups, two or three,
+// keep 64 resident rows each: of keys and values, or of queries and gradients of outputs. They go
+// over streamed tiles of 64 rows of the other operands. Weights stay in registers as left operands.
+// The products for a tile's scores and gradients of weights come before the previous tile's
+// contribution to the results, which then overlaps with computing the weights. Blocks are
+// persistent and take one piece of work after another, longest first. If shared memory has room,
+// the resident rows of the next piece are copied meanwhile.
 #pragma once
 
 #include "attention.cuh"
 #include "warpgroups.cuh"
 
-/// Rows of every tile, those that come and go and those that stay.
+/// Rows of every tile, streamed or resident.
 constexpr uint32_t ROWS = OWN;
 constexpr uint32_t STAGES = 4;
 /// Fragments of a tile of scores.
 constexpr uint32_t N = ROWS / 8;
 
-/// Of each query of a tile: its log-sum-exp for powers of two, Σ dout·out, and the first key it
-/// sees. Behind the sequence's end queries and their outputs' gradients are zeros, and so is what
-/// they add.
+/// For each query of a tile: its log-sum-exp in base 2, Σ dout·out, and the first key it sees.
+/// Beyond the sequence's end queries and gradients of outputs are zeros, and so is their
+/// contribution.
 struct Statistics {
     float lse_log2[ROWS], delta[ROWS];
     uint32_t from[ROWS];
 
-    /// By a warp: of a head's queries from `query` on.
+    /// One warp: statistics of a head's queries from `query` on.
     __device__ __forceinline__ void fill(const Attention &call, const float *lses,
         const float *deltas, uint32_t sample, uint32_t head, uint32_t query) {
 #pragma unroll
@@ -42,22 +42,22 @@ struct Statistics {
     }
 };
 
-/// Of a block, at multiples of 1024 bytes: what stays, of each warpgroup, and what comes and goes,
-/// each in two kinds (queries or keys; gradients of outputs or values).
+/// A block's shared memory, at multiples of 1024 bytes: resident tiles of each warpgroup, and
+/// streamed tiles. Both are of two kinds (queries or keys; gradients of outputs or values).
 template <int DIM, uint32_t CONSUMERS_>
 struct Shared {
-    /// Warpgroups that compute, and their rows together.
+    /// Number of warpgroups that compute, and their rows together.
     static constexpr uint32_t CONSUMERS = CONSUMERS_, ALL = CONSUMERS * OWN;
     static constexpr uint32_t TILE = Tile<ROWS, DIM>::BYTES;
-    /// Sets of what stays: the present one, and, for narrow heads, the next.
+    /// Sets of resident tiles: the current one, and, for narrow heads, the next.
     static constexpr uint32_t STAYS = DIM == 64 ? 2 : 1;
-    /// Sets of statistics: of the tiles that come, or of those that stay.
+    /// Sets of statistics, for the streamed or for the resident tiles.
     static constexpr uint32_t STATISTICS = STAYS * CONSUMERS > STAGES ? STAYS * CONSUMERS : STAGES;
     unsigned char *stay, *first, *second;
-    /// Of tiles of queries: those that come and go, or those that stay.
+    /// Statistics of query tiles, whether these are streamed or resident.
     Statistics *statistics;
     uint64_t *stay_full, *stay_empty, *full, *empty;
-    /// Of what stays: which piece of work it is for.
+    /// For each set of resident tiles, the index of its piece of work.
     uint32_t *numbers;
 
     __device__ __forceinline__ explicit Shared(unsigned char *memory) {
@@ -72,7 +72,7 @@ struct Shared {
         numbers = reinterpret_cast<uint32_t *>(empty + STAGES);
     }
 
-    /// What stays of a warpgroup: of the first kind, and of the second.
+    /// Resident tiles of a warpgroup: of the first kind, and of the second.
     __device__ __forceinline__ unsigned char *first_stay(uint32_t slot, uint32_t which) const {
         return stay + (slot * 2 * CONSUMERS + which) * TILE;
     }
@@ -80,8 +80,8 @@ struct Shared {
         return first_stay(slot, CONSUMERS + which);
     }
 
-    /// `stay_arrivals` complete what stays and `arrivals` a stage, besides their bytes; what stays
-    /// is let go by `readers` warps.
+    /// Besides their bytes, resident tiles need `stay_arrivals` arrivals and a stage `arrivals`.
+    /// `readers` warps release resident tiles.
     __device__ __forceinline__ void make_barriers(
         uint32_t stay_arrivals, uint32_t arrivals, uint32_t readers = 4 * CONSUMERS) const {
         if (threadIdx.x == 0) {
@@ -99,8 +99,8 @@ struct Shared {
     }
 };
 
-/// By a warp: takes the next piece of work, when there is room for what stays, and tells of it;
-/// false if there is none.
+/// One warp: takes the next piece of work once there is room for its resident tiles, and announces
+/// it. False if there is none.
 template <class Shared>
 DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t *next,
     uint32_t all, uint32_t &number) {
@@ -113,7 +113,7 @@ DEVICE bool take(const Shared &shared, const Turn<Shared::STAYS> &stay, uint32_t
     return number < all;
 }
 
-/// Has what stays for a tile copied: two kinds, of every warpgroup, from position `first` on.
+/// Copies the resident rows for a tile: two kinds, for every warpgroup, from position `first` on.
 template <int DIM, uint32_t CONSUMERS>
 DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot,
     const TensorMap *of_first, uint32_t first_part, const TensorMap *of_second,
@@ -128,8 +128,8 @@ DEVICE void fetch_stay(const Shared<DIM, CONSUMERS> &shared, uint32_t slot,
     }
 }
 
-/// Lets a tile go of which this warpgroup's rows see nothing, when it is there: earlier, the
-/// place's next tile could be taken for it.
+/// Releases a tile that this warpgroup's rows see nothing of, once it has arrived. Released
+/// earlier, the slot's next tile could be mistaken for it.
 template <class Shared>
 DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
     barrier_wait(shared.full + turn.slot(), turn.parity());
@@ -137,10 +137,10 @@ DEVICE void pass(const Shared &shared, Turn<STAGES> &turn) {
     turn.count++;
 }
 
-/// Begins a tile's scores when it is there: the 64 rows `stay` times those that came. Rows that
-/// stay are multiplied from shared memory: in registers they would be read half as often, for 3% of
-/// the time, but ptxas 13.0 gave such operands, of which only products in a loop read, the
-/// registers of others in the same loop.
+/// Starts a tile's scores once it has arrived: the 64 resident rows `stay` times the streamed rows.
+/// Resident rows are multiplied from shared memory. In registers they would be read half as often,
+/// for 3% of the time. But ptxas 13.0 assigned such operands, which only products in a loop read,
+/// to registers of other operands in the same loop.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn,
     const unsigned char *stay, float (&scores)[N][4]) {
@@ -152,7 +152,7 @@ DEVICE void begin_scores(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES
     products_commit();
 }
 
-/// Begins the gradients of the same tile's weights.
+/// Starts the gradients of the same tile's weights.
 template <class E, int DIM, uint32_t CONSUMERS>
 DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STAGES> &turn,
     const unsigned char *stay, float (&gradients)[N][4]) {
@@ -163,16 +163,16 @@ DEVICE void begin_gradients(const Shared<DIM, CONSUMERS> &shared, const Turn<STA
     products_commit();
 }
 
-/// What turns gradients of rotated queries and keys back (rope.cu): tables of [positions, DIM / 2],
-/// and the position of every row [s, b], or nullptr where row s has position s. Without tables
-/// nothing is turned.
+/// Rotates gradients of rotated queries and keys back (rope.cu). Has tables of [positions, DIM /
+/// 2], and the position of every row [s, b], or nullptr if row s has position s. Without tables
+/// nothing is rotated.
 struct Rotation {
     const float *cosines, *sines;
     const uint32_t *positions;
-    /// The tables' last position, which those behind count as.
+    /// The tables' last position; positions beyond it count as this one.
     uint32_t last, unused;
 
-    /// A warp's 16 rows from `row` on.
+    /// Rotates a warp's 16 rows from `row` on.
     template <int DIM>
     __device__ __forceinline__ void turn_back(
         const Attention &call, uint32_t sample, uint32_t row, float (&c)[DIM / 8][4]) const {
@@ -203,7 +203,7 @@ struct Rotation {
     }
 };
 
-/// A kernel: PASS says how many pieces of work there are, has a warp copy what they need, and the
+/// A kernel. PASS gives the number of pieces of work, lets one warp copy their data, and lets the
 /// other warpgroups compute them.
 template <class PASS, class E, int DIM>
 DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *dout,
@@ -226,7 +226,7 @@ DEVICE void run(const Attention &call, const TensorMap *qkv, const TensorMap *do
     }
 }
 
-/// Defines attention_NAME_sm90a_… of a pass, for every dtype and width.
+/// Defines attention_NAME_sm90a_… for a pass, for every dtype and width.
 #define BACKWARD_OF(NAME, PASS, DTYPE, E, DIM)                                                     \
     KERNEL_BOUNDS(128 * (1 + PASS::CONSUMERS<DIM>), 1, attention_##NAME##_sm90a_##DTYPE##_##DIM,   \
         const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap dout,             \

@@ -1,14 +1,14 @@
-// Blocks that take turns at the same memory, by numbers of which each says whose turn it is. A
-// block may only wait for others that were begun before it: whether later ones ever run while it
-// waits, nobody promises.
+// Synchronization of blocks that take turns at the same memory. Numbers in memory say whose turn it
+// is. A block may only wait for blocks that started before it: there is no guarantee that later
+// blocks ever run while it waits.
 #pragma once
 
 #include "device.cuh"
 
 #ifndef EMULATED
 
-/// Waits until `number` is at least `value`; what its writer had written before is seen then. That
-/// empties the first-level cache, so nothing but the looks before and after the waiting do it.
+/// Waits until `number` is at least `value`. Then earlier writes of its writer are visible. An
+/// acquire empties L1, so only the loads before and after the wait are acquires.
 DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
     for (;;) {
         uint32_t now;
@@ -19,12 +19,12 @@ DEVICE void wait_for_number(const uint32_t *number, uint32_t value) {
     }
 }
 
-/// Sets `number` for other blocks, behind all that this thread has written or was told of.
+/// Sets `number` for other blocks, after everything that this thread has written or observed.
 DEVICE void set_number(uint32_t *number, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(number), "r"(value) : "memory");
 }
 
-/// Adds to four numbers without waiting for them (Hopper and later).
+/// Adds to four floats without waiting for the result (Hopper and later).
 DEVICE void add_to(float4 *to, const float (&of)[4]) {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(of[0]),
         "f"(of[1]), "f"(of[2]), "f"(of[3])

@@ -1,6 +1,6 @@
-// What every kernel begins with, and the only place that knows whether it is compiled for a GPU or
-// for the emulator: qualifiers, types that tensors are stored in, conversions, and loads and stores
-// of 16 bytes.
+// The basis of every kernel, and the only place that knows whether it is compiled for a GPU or for
+// the emulator: qualifiers, types that tensors are stored in, conversions, and loads and stores of
+// 16 bytes.
 //
 // KERNEL(name, parameters…) { … } defines a kernel that Rust launches by its name. Kernels are
 // one-dimensional in threads.
@@ -9,7 +9,7 @@
 #ifdef EMULATED
 #include "../emulator/language.hpp"
 #define DEVICE inline
-/// The kernels of this file, by which the program finds them.
+/// The list of this file's kernels, in which the program finds them.
 extern "C" {
 ::emulator::Kernel *EMULATED_KERNELS = nullptr;
 }
@@ -17,7 +17,7 @@ extern "C" {
     extern "C" void name(__VA_ARGS__);                                                             \
     static ::emulator::Registered name##_registered(EMULATED_KERNELS, #name, name);                \
     extern "C" void name(__VA_ARGS__)
-/// SHARED(float, tile, [32][33]); declares shared memory. It holds NaNs at first when emulated.
+/// SHARED(float, tile, [32][33]); declares shared memory. In the emulator it initially holds NaNs.
 #define SHARED(type, name, dimensions)                                                             \
     static thread_local type name dimensions;                                                      \
     ::emulator::poison_once(&name, sizeof(name))
@@ -34,15 +34,15 @@ using f16 = __half;
     extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 #define SHARED(type, name, dimensions) __shared__ type name dimensions
 /// The dynamic shared memory of the launch, aligned to 1024 bytes as tensor copies with swizzling
-/// want it.
+/// require.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 
-/// Kernels of at most 256 threads; KERNEL_BOUNDS(threads, blocks per multiprocessor, name, …) says
-/// more.
+/// Kernels of at most 256 threads. For other limits: KERNEL_BOUNDS(threads, blocks per
+/// multiprocessor, name, …).
 #define KERNEL(name, ...) KERNEL_BOUNDS(256, 1, name, __VA_ARGS__)
 
-/// Calls KERNELS(type, suffix) for every dtype that tensors have on a GPU.
+/// Calls KERNELS(type, suffix) for every float dtype of tensors on a GPU.
 #define FOR_DTYPES(KERNELS) KERNELS(float, f32) KERNELS(bf16, bf16) KERNELS(f16, f16)
 
 DEVICE float to_float(float x) { return x; }
@@ -56,7 +56,7 @@ DEVICE float to_float(f16 x) { return __half2float(x); }
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-/// 2ˣ to 2⁻²² relative; results below the normal numbers are 0.
+/// 2ˣ to 2⁻²² relative; results below the smallest normal number are 0.
 #ifdef EMULATED
 DEVICE float exp2_fast(float x) {
     const float y = std::exp2(x);
@@ -102,7 +102,7 @@ constexpr bool IS_BF16 = false;
 template <>
 constexpr bool IS_BF16<bf16> = true;
 
-/// Elements of type T in the 16 bytes that a thread loads at once.
+/// Number of elements of type T in the 16 bytes that a thread loads at once.
 template <class T>
 constexpr int VECTOR = 16 / sizeof(T);
 
@@ -113,7 +113,7 @@ struct Vector {
 
     DEVICE float operator[](int i) const {
         if constexpr (IS_BF16<T>) {
-            // The second of a pair is where it has to be: taken out by itself it would be shifted
+            // The second of a pair is already in its place; extracting it alone would shift it
             // there and back.
             const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
             const uint32_t bits = i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16;
@@ -157,7 +157,7 @@ struct Vector {
     }
 };
 
-/// Loads 16 bytes that nobody writes during the kernel, from an address that is a multiple of 16.
+/// Loads 16 bytes that nothing writes during the kernel, from an address that is a multiple of 16.
 template <class T>
 DEVICE Vector<T> load_vector(const T *at) {
     return {__ldg(reinterpret_cast<const uint4 *>(at))};

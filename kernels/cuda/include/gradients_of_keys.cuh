@@ -1,13 +1,14 @@
-// Gradients of keys and values for Hopper: what the kernel for these alone
-// (attention_dkdv_sm90a.cu) and the one for all gradients in one pass (attention_backward_sm90a.cu)
-// share, pieces of work, the warp that has tiles copied, and the warpgroups that compute.
+// Gradients of keys and values for Hopper. Shared by the kernel for these alone
+// (attention_dkdv_sm90a.cu) and the kernel for all gradients in one pass
+// (attention_backward_sm90a.cu): pieces of work, the producer warp, and the warpgroups that
+// compute.
 #pragma once
 
 #include "backward_sm90a.cuh"
 
 /// A tile of keys of a group, and the tiles of queries that see some of them, which are the same
-/// for all heads. Those are taken from the last one to the first, all heads' before the next: tiles
-/// of keys that are begun at the same time then come to each at the same time.
+/// for all heads. Query tiles are taken from the last to the first, for all heads before the next
+/// tile: key tiles that start at the same time then reach each query tile at the same time.
 struct KeyWork {
     uint32_t first, group, sample, first_tile, end_tile;
 
@@ -17,9 +18,9 @@ struct KeyWork {
         first = place.tile * 2 * ROWS;
         group = place.which % call.groups;
         sample = place.which / call.groups;
-        // From the first tile of queries that sees these keys to behind the last one that sees as
-        // far back, whatever lies between: should the table of first keys fall, the other tiles of
-        // keys still wait for this one at exactly the tiles of queries that it takes.
+        // From the first tile of queries that sees these keys to the end of the last one that still
+        // sees them, whatever lies between. If the table of first keys decreases, other tiles of
+        // keys then still wait for this one at exactly the query tiles that it takes.
         first_tile = first / ROWS;
         end_tile = first_tile + 1;
         for (uint32_t end = (call.s + ROWS - 1) / ROWS; end > end_tile;
@@ -36,7 +37,7 @@ struct KeyWork {
     }
 };
 
-/// The warp that has tiles for gradients of keys copied.
+/// The producer warp, which copies tiles for gradients of keys.
 template <int DIM>
 DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const TensorMap *qkv,
     const TensorMap *dout, const float *lse, const float *delta, uint32_t *next, uint32_t tiles,
@@ -47,7 +48,7 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
     Turn<Shared<DIM, 2>::STAYS> stay;
     for (uint32_t number = 0; take(shared, stay, next, all, number); stay.count++) {
         const KeyWork work(call, number, tiles, section);
-        // A key and a value come behind the heads of each group.
+        // The key and the value follow the heads of each group.
         const uint32_t end_head = (work.group + 1) * of_group, others = 2 * work.group;
         if (lane == 0)
             fetch_stay(shared, stay.slot(), qkv, end_head + others, qkv, end_head + others + 1,
@@ -71,25 +72,25 @@ DEVICE void copy_work(const Attention &call, const Shared<DIM, 2> &shared, const
     if (lane == 0) barrier_arrive(shared.stay_full + stay.slot());
 }
 
-/// Slants that nobody else wants. `count` is the number of a tile of queries, of all that the block
-/// takes.
+/// For kernels in which no other warpgroup needs the gradients of scores ("slants"). `count` is the
+/// number of a tile of queries among all that the block takes.
 struct KeptSlants {
-    /// Hands over a warp's 16 rows of a tile's slants, rounded.
+    /// Passes on a warp's 16 rows of a tile's slants, rounded.
     __device__ __forceinline__ void hand_over(
         uint32_t, uint32_t, const uint32_t (&)[N / 2][4]) const {}
-    /// Says that the warpgroup has none of a tile.
+    /// Announces that the warpgroup has no slants for a tile.
     __device__ __forceinline__ void none(uint32_t) const {}
 };
 
-/// Gradients of keys and values. The two kinds are keys and values, which stay, and queries and
-/// gradients of outputs. Slants, the gradients of scores by their weights, are handed to `others`.
+/// Gradients of keys and values. Keys and values are resident; queries and gradients of outputs are
+/// streamed. Slants, the gradients of scores, are passed on to `others`.
 template <class E, int DIM, class Others>
 DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &shared, uint16_t *dqkv,
     uint32_t tiles, uint32_t all, uint32_t section, const Rotation &rotation,
     const Others &others) {
-    // What a tile adds runs beside what becomes of the next one's scores, and of narrow heads of
-    // the gradients of its weights; the results of wide ones take the registers that those would
-    // need.
+    // A tile's contribution overlaps with processing the next tile's scores and, for narrow heads,
+    // the gradients of its weights. For wide heads, the accumulators take the registers that this
+    // would need.
     constexpr bool BOTH_AHEAD = DIM == 64;
     constexpr uint32_t TILE = Shared<DIM, 2>::TILE;
     const uint32_t half = uniform(threadIdx.x / 128) - 1, warp = uniform(threadIdx.x / 32 % 4),
@@ -110,15 +111,15 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         clear(dk);
         clear(dv);
         uint32_t tile = 0, in_group = 0, before = 0;
-        // What a thread has of its queries' statistics is asked for before the waits that come
-        // before its use.
+        // A thread's part of its queries' statistics is loaded before the waits that precede its
+        // use.
         const auto read = [&](float2(&of)[N], const float *from) {
 #pragma unroll
             for (uint32_t n = 0; n < N; n++)
                 of[n] = *reinterpret_cast<const float2 *>(from + n * 8 + 2 * t);
         };
         float2 lse_log2[N], delta[N];
-        // The scores of the tile whose turn it is become powers of two's exponents.
+        // Turns the current tile's scores into exponents of 2.
         uint32_t last_from = 0;
         const auto read_scores = [&] {
             const Statistics &statistics = shared.statistics[turn.slot()];
@@ -129,7 +130,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             const Statistics &statistics = shared.statistics[turn.slot()];
             const uint32_t query = tile * ROWS;
             const float slope = call.slopes ? call.slopes[work.group * of_group + in_group] : 0.0f;
-            // Some query of the tile does not see all of this warpgroup's keys.
+            // Whether any query of the tile does not see all of this warpgroup's keys.
             const bool edge = tile_key + ROWS > query + 1 || uniform(last_from) > tile_key;
             products_touch(scores);
             const float scale = tilt<true>(call, slope, own, query, scores);
@@ -151,7 +152,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
                     }
                 }
         };
-        // They become weights.
+        // Turns them into weights.
         const auto weigh = [&] {
 #pragma unroll
             for (uint32_t n = 0; n < N; n++)
@@ -177,7 +178,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             in_group = 0;
             tile--;
         };
-        // The first tile's queries, the last ones to come, see the first warpgroup's keys alone.
+        // The first query tile, which comes last, sees only the first warpgroup's keys.
         const uint32_t own_tile = work.first_tile + half;
         const auto pass_over = [&] {
             for (uint32_t head = 0; half == 1 && head < of_group; head++) {
@@ -185,7 +186,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
                 pass(shared, turn);
             }
         };
-        // When the tile before has added what it adds, weights and slants become left operands.
+        // Once the previous tile's contribution is added, weights and slants become left operands.
         const auto round = [&](bool first) {
             products_wait<0>();
             products_touch(dv);
@@ -204,7 +205,7 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             products_touch(slants);
         };
         const uint32_t steps = (work.end_tile - own_tile) * of_group;
-        if (steps == 0) { // behind the sequence's end
+        if (steps == 0) { // beyond the sequence's end
             pass_over();
             release(shared.stay_empty + stay.slot());
             continue;
@@ -222,8 +223,8 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         }
         weigh();
         if constexpr (BOTH_AHEAD) slant();
-        // Nothing that registers hold but dk and dv is multiplied from one round of the loop to the
-        // next: the compiler then moves none of it.
+        // Of all registers, only dk and dv are operands of products across iterations of the loop,
+        // so the compiler moves none of them.
         for (uint32_t step = 0; step + 1 < steps; step++) {
             round(step == 0);
             before = turn.slot();
@@ -232,14 +233,16 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
             begin_scores<E>(shared, turn, own_keys, scores);
             read_scores();
             if constexpr (BOTH_AHEAD) begin_gradients<E>(shared, turn, own_values, gradients);
-            // Beside the products that were begun, and before those that read the same registers.
+            // Overlaps with the products in flight, and precedes those that read the same
+            // registers.
             others.hand_over(count, half, slants);
             add(before);
             products_wait<BOTH_AHEAD ? 2 : 1>(); // the scores
             lower();
             if constexpr (BOTH_AHEAD) {
                 read(delta, shared.statistics[turn.slot()].delta);
-                // the gradients of weights, whose arithmetic then takes turns with the exponentials
+                // The gradients of weights; their arithmetic is then interleaved with the
+                // exponentials.
                 products_wait<1>();
                 products_touch(gradients);
             }
@@ -257,11 +260,11 @@ DEVICE void gradients_of_keys(const Attention &call, const Shared<DIM, 2> &share
         release(shared.empty + before);
         next();
         pass_over();
-        // This warp's rows of values are not needed any more: nobody else multiplies them. Keys may
-        // be.
+        // This warp's rows of values are not needed any more, and no other warp multiplies them.
+        // Keys may still be needed.
         const float scales[2] = {call.scale, call.scale}, ones[2] = {1.0f, 1.0f};
         const uint32_t count = own < call.s ? call.s - own : 0;
-        some_wait(1 + half, 128); // but the whole warpgroup has multiplied them
+        some_wait(1 + half, 128); // the whole warpgroup has finished with them
         uint16_t *const to =
             dqkv + own * qkv_stride(call) + qkv_at(call, work.sample, work.group, of_group);
         store_warp<E, ROWS, DIM>(to + call.head_dim, qkv_stride(call), count,

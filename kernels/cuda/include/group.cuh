@@ -1,7 +1,7 @@
 // Sums and maxima over the threads that share a row: a warp, or a whole block.
 //
-// Every result is the same in all threads of the group, and is made in an order that depends on the
-// group's size alone.
+// All threads of the group get the same result. Its order of operations depends on the group's size
+// alone.
 #pragma once
 
 #include "device.cuh"
@@ -24,7 +24,7 @@ DEVICE float over_warp(float v) {
     return v;
 }
 
-// Over a block of whole warps. `slots` holds 32 floats and is used for one call only: the next call
+// Over a block of whole warps. `slots` holds 32 floats and serves one call only: the next call
 // needs other slots, or a barrier before it.
 template <class Op>
 DEVICE float over_block(float v, float *slots) {

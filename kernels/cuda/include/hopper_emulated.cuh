@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-/// What the emulator keeps of a block between a copy's or product's beginning and the wait for it.
+/// A block's copies and products between their start and the wait for them.
 struct HopperState {
     struct Box {
         void *to;
@@ -13,10 +13,10 @@ struct HopperState {
         uint64_t *barrier;
     };
     std::vector<Box> boxes;
-    /// By thread: groups of products, the last one open.
+    /// Groups of products by thread; the last group is open.
     std::vector<std::vector<std::function<void()>>> products[1024];
 
-    /// That of the block which runs on this thread of the system.
+    /// The state of the block that runs on this system thread.
     static HopperState &of_block() {
         static thread_local HopperState state;
         return state;
@@ -58,7 +58,7 @@ DEVICE uint32_t shared_address(const void *at) {
 }
 
 DEVICE void barrier_make(uint64_t *barrier, uint32_t count) {
-    // A block before may have ended with an error in the midst of its copies.
+    // An earlier block may have failed in the middle of its copies.
     HopperState::of_block().boxes.clear();
     MBarrier b{};
     b.count = b.pending = count;
@@ -84,7 +84,7 @@ DEVICE void barrier_expect(uint64_t *barrier, uint32_t bytes) {
     emulator::block().progress++;
 }
 
-/// A tensor map as gpu/tensor_map.rs makes it for the emulator.
+/// A tensor map in the emulator's form, which gpu/tensor_map.rs makes.
 struct EmulatedMap {
     uint64_t base;
     uint32_t dims[4], box[4];
@@ -92,8 +92,8 @@ struct EmulatedMap {
 };
 static_assert(sizeof(EmulatedMap) <= sizeof(TensorMap), "room for a map");
 
-/// Copies a box: rows of 128 bytes, whose pieces of 16 bytes trade places by bits 7 to 9 of their
-/// addresses; zeros outside of the tensor.
+/// Copies a box: rows of 128 bytes, in which pieces of 16 bytes are permuted by bits 7 to 9 of
+/// their addresses; zeros outside of the tensor.
 DEVICE void emulated_box(const HopperState::Box &box) {
     EmulatedMap map;
     memcpy(&map, box.map, sizeof map);
@@ -131,7 +131,7 @@ DEVICE void copy_box(void *to, const TensorMap *map, uint32_t c0, uint32_t c1, u
 
 DEVICE void barrier_wait(uint64_t *barrier, uint32_t parity) {
     const auto ready = [=] {
-        // Copies land when somebody waits for them.
+        // Copies land when a thread waits for them.
         auto &boxes = HopperState::of_block().boxes;
         for (size_t i = 0; i < boxes.size();) {
             const HopperState::Box box = boxes[i];
@@ -177,7 +177,7 @@ DEVICE void products_touch(T (&)[N][4]) {}
 DEVICE void computed_before_wait(float, uint32_t) {}
 DEVICE void made_here(uint32_t &) {}
 
-/// An operand in shared memory by its descriptor (PTX ISA, "Matrix Descriptor Format" and
+/// An operand in shared memory, given by its descriptor (PTX ISA, "Matrix Descriptor Format" and
 /// "Strides"; canonical layouts with a swizzle of 128 bytes).
 template <class E>
 class EmulatedOperand {
@@ -193,7 +193,7 @@ public:
             emulator::fail("wgmma: only operands with a swizzle of 128 bytes are emulated");
     }
 
-    /// Element (row, k) of [rows, 16], or, transposed, of [16, rows], which lies row by row.
+    /// Element (row, k) of [rows, 16], or, transposed, of [16, rows] in row-major order.
     float at(bool transposed, uint32_t row, uint32_t k) const {
         uint32_t at = start;
         if (transposed) at += row % 64 * 2 + row / 64 * leading + k % 8 * 128 + k / 8 * stride;

@@ -1,4 +1,4 @@
-// Loads of what the same thread writes afterwards: not by way of the read-only cache, which
+// Loads of data that the same thread writes afterwards. They bypass the read-only cache, which
 // `load_vector` uses.
 #pragma once
 

@@ -1,19 +1,22 @@
 // Products of 16 × 16 tiles on tensor cores, and the copies that feed them: mma.sync.m16n8k16,
-// ldmatrix, cp.async (sm_80 on).
+// ldmatrix, cp.async (sm_80 and later).
 //
-// Which thread holds which element of a fragment is the PTX ISA's ("Matrix fragments for
-// mma.m16n8k16"; "ldmatrix"). With g = lane / 4 and t = lane % 4: A [16, 16]: register 0 holds (g,
-// 2t), 1 (g + 8, 2t), 2 (g, 2t + 8), 3 (g + 8, 2t + 8), each with its right neighbour; B [16, 8]:
-// register 0 holds (2t, g), 1 (2t + 8, g), each with the element below; C [16, 8]:  0 and 1 are (g,
-// 2t) and its right neighbour, 2 and 3 those of row g + 8. The emulated versions move and multiply
-// the same elements between the same threads.
+// The PTX ISA defines which thread holds which element of a fragment ("Matrix fragments for
+// mma.m16n8k16"; "ldmatrix"). With g = lane / 4 and t = lane % 4:
+//
+// - A [16, 16]: register 0 holds (g, 2t), 1 (g + 8, 2t), 2 (g, 2t + 8), 3 (g + 8, 2t + 8), each
+//   with its right neighbour;
+// - B [16, 8]: register 0 holds (2t, g), 1 (2t + 8, g), each with the element below;
+// - C [16, 8]: 0 and 1 are (g, 2t) and its right neighbour, 2 and 3 those of row g + 8.
+//
+// The emulated versions move and multiply the same elements between the same threads.
 #pragma once
 
 #include "device.cuh"
 
-/// 16-bit elements as they lie in memory, and the tensor core's instruction for them.
+/// A 16-bit element type, and the tensor core's instruction for it.
 struct Bf16 {
-    /// `low` in the lower half.
+    /// `low` goes to the lower half.
     __device__ __forceinline__ static uint32_t pack(float low, float high);
     __device__ __forceinline__ static float2 unpack(uint32_t pair);
     __device__ __forceinline__ static void mma(
@@ -27,7 +30,7 @@ struct F16 {
         float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 };
 
-/// Fragments of zeros.
+/// Sets fragments to zero.
 template <int N>
 DEVICE void clear(float (&c)[N][4]) {
 #pragma unroll
@@ -84,11 +87,12 @@ __device__ __forceinline__ void F16::mma(
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// The address of shared memory as instructions take it.
+/// The address in shared memory, as instructions take it.
 DEVICE uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic_to_shared(at); }
 
-/// Four 8 × 8 matrices of 16-bit elements: lane 8m + i gives the address of row i of matrix m (16
-/// bytes, so aligned), and gets the elements (g, 2t) and (g, 2t + 1) of matrix m in register m.
+/// Loads four 8 × 8 matrices of 16-bit elements. Lane 8m + i gives the address of row i of matrix m
+/// (16 bytes, aligned to 16), and gets the elements (g, 2t) and (g, 2t + 1) of matrix m in register
+/// m.
 DEVICE void ldmatrix(uint32_t (&r)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
         : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -104,7 +108,7 @@ DEVICE void ldmatrix_transposed(uint32_t (&r)[4], const void *row) {
         : "memory");
 }
 
-/// Writes what `ldmatrix` reads, the other way round; of Hopper and later.
+/// Stores in the layout that `ldmatrix` loads; Hopper and later.
 DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)),
@@ -112,14 +116,14 @@ DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
         : "memory");
 }
 
-/// Begins to copy 16 bytes from global to shared memory, or zeros where `valid` is false.
+/// Starts to copy 16 bytes from global to shared memory, or zeros if `valid` is false.
 DEVICE void copy_16(void *to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
         "l"(from), "r"(valid ? 16 : 0)
         : "memory");
 }
 
-/// As `copy_16`, of 4 bytes.
+/// As `copy_16`, for 4 bytes.
 DEVICE void copy_4(void *to, const void *from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)),
         "l"(from), "r"(valid ? 4 : 0)
@@ -153,7 +157,7 @@ float2 F16::unpack(uint32_t pair) {
         to_float(f16{static_cast<uint16_t>(pair >> 16)})};
 }
 
-/// A thread's share of A and B.
+/// A thread's part of A and B.
 struct EmulatedOperands {
     uint32_t a[4], b[2];
 };
@@ -228,8 +232,8 @@ DEVICE void stmatrix(void *row, const uint32_t (&r)[4]) {
     });
 }
 
-/// Copies land as late as they may, at the wait for them, so that who reads earlier finds what was
-/// there before.
+/// Copies land as late as allowed, at the wait for them. Code that reads too early finds the old
+/// contents.
 DEVICE void emulated_copy(void *to, const void *from, size_t bytes, bool valid) {
     if (reinterpret_cast<uintptr_t>(to) % bytes ||
         (valid && reinterpret_cast<uintptr_t>(from) % bytes))

@@ -1,4 +1,4 @@
-// Counter-based random numbers: the words of `kernels::philox`, bit for bit.
+// Counter-based random numbers: the words of `kernels::tensor::philox`, bit for bit.
 //
 // Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3": Philox4x32-10.
 #pragma once
@@ -19,8 +19,9 @@ DEVICE uint4 philox4x32(uint4 c, uint2 key) {
     return c;
 }
 
-/// A dropout key's four words, those of `kernels::dropout::DropoutKey::derive`, of the step (its
-/// low word first) and what they are made of besides it: two words of the seed, layer, site.
+/// A dropout key's four words, as `DropoutKey::derive` of `kernels::tensor::arguments::dropout`
+/// makes them: from the step (low word first) and the other inputs: two words of the seed, layer,
+/// site.
 DEVICE uint4 derive_key(uint4 without_step, uint2 step) {
     return philox4x32(make_uint4(step.x, step.y, without_step.z, without_step.w),
         make_uint2(without_step.x, without_step.y));

@@ -1,5 +1,5 @@
-// f32 values kept as two halves of 16 bits: the value rounded to bf16, ties away from zero, and
-// what it lacks, signed. As `kernels::ops::remainders`, bit for bit.
+// f32 values as two halves of 16 bits: the value rounded to bf16, ties away from zero, and the
+// signed remainder. As `kernels::ops::remainders`, bit for bit.
 #pragma once
 
 #include "device.cuh"
@@ -25,7 +25,7 @@ struct SplitFloat {
     }
 };
 
-// Halves of four neighbouring values, at multiples of 8 bytes.
+// Halves of four adjacent values, at multiples of 8 bytes.
 DEVICE void store_four(uint16_t *high, uint16_t *low, const Vector<float> &values) {
     uint16_t highs[4], lows[4];
 #pragma unroll

@@ -1,15 +1,15 @@
-// The online softmax of queries whose scores are fragments C: a thread has rows g and g + 8 of each
-// sixteen, and shares a row with three others (Milakov & Gimelshein 2018; as in Dao 2023,
-// FlashAttention-2, a row is divided by its sum at the end only).
+// The online softmax of queries with scores in fragments C. A thread has rows g and g + 8 of each
+// sixteen, and shares a row with three other threads (Milakov & Gimelshein 2018). As in Dao 2023,
+// FlashAttention-2, a row is divided by its sum only at the end.
 #pragma once
 
 #include "attention.cuh"
 
-/// What is known of 16 · M queries of a warp after the keys seen so far.
+/// The state of 16 · M queries of a warp after the keys seen so far.
 template <int M>
 struct Softmax {
     float maxima[M][2];
-    /// A thread's share of Σ 2^(score − maximum).
+    /// A thread's part of Σ 2^(score − maximum).
     float sums[M][2];
 
     __device__ __forceinline__ void clear() {
@@ -22,10 +22,10 @@ struct Softmax {
             }
     }
 
-    /// Looks at products with 8 · N keys from `key` on: what was gathered for earlier keys is then
-    /// to be multiplied by `corrections`. Those with keys that a query does not see become −∞.
-    /// `query` is the warp's first one; `edge` says whether some of these queries do not see all of
-    /// these keys. Gives the factor that is left to apply.
+    /// Takes in the products with 8 · N keys from `key` on. Sums over earlier keys must then be
+    /// multiplied by `corrections`. Products with keys that a query does not see become −∞. `query`
+    /// is the warp's first query; `edge` says whether any of these queries does not see all of
+    /// these keys. Returns the factor that is still to apply.
     template <int N>
     __device__ __forceinline__ float raise(const Attention &call, float slope, uint32_t sample,
         uint32_t query, uint32_t key, bool edge, float (&scores)[M][N][4],
@@ -37,7 +37,7 @@ struct Softmax {
             for (int m = 0; m < M; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    // Relative to the thread's first key, so that those of its others are
+                    // Relative to the thread's first key, so that the offsets of its other keys are
                     // constants.
                     const uint32_t row = query + m * 16 + g + half * 8, own = key + 2 * t;
                     const int last = static_cast<int>(row - own),
@@ -68,7 +68,7 @@ struct Softmax {
         return scale;
     }
 
-    /// Turns them into weights 2^(score − maximum), 0 for keys that a query does not see.
+    /// Turns the scores into weights 2^(score − maximum), 0 for keys that a query does not see.
     template <int N>
     __device__ __forceinline__ void weigh(
         float scale, float (&scores)[M][N][4], const float (&corrections)[M][2]) {
@@ -90,12 +90,12 @@ struct Softmax {
             }
     }
 
-    /// A row that has seen nothing yet has the maximum −∞; its weights are to be 0.
+    /// A row that has seen no key yet has the maximum −∞; its weights must be 0.
     __device__ __forceinline__ float reference(int m, int half) const {
         return maxima[m][half] == -INFINITY ? 0.0f : maxima[m][half];
     }
 
-    /// Both.
+    /// `raise` and `weigh`.
     template <int N>
     __device__ __forceinline__ void step(const Attention &call, float slope, uint32_t sample,
         uint32_t query, uint32_t key, bool edge, float (&scores)[M][N][4],
@@ -104,8 +104,8 @@ struct Softmax {
             raise(call, slope, sample, query, key, edge, scores, corrections), scores, corrections);
     }
 
-    /// When all keys were seen: writes log-sum-exps, and has `factors` be what is left to multiply
-    /// with.
+    /// Called when all keys were seen: writes log-sum-exps, and sets `factors` to the remaining
+    /// factors of the output.
     __device__ __forceinline__ void end(const Attention &call, uint32_t sample, uint32_t head,
         uint32_t query, float kept, float *lse, float (&factors)[M][2]) {
         const uint32_t lane = threadIdx.x % 32;
@@ -125,7 +125,7 @@ struct Softmax {
     }
 };
 
-/// Brings rows of a fragment to their queries' new maxima.
+/// Rescales rows of a fragment to their queries' new maxima.
 template <int M, int N>
 DEVICE void correct(float (&c)[M][N][4], const float (&corrections)[M][2]) {
 #pragma unroll

@@ -1,16 +1,16 @@
-// Stochastic rounding to bf16 that no layout changes: the random words of
-// `kernels::tensor::arguments::stochastic_rounding`, bit for bit.
+// Stochastic rounding to bf16 that is independent of the parallel layout. The random words are
+// those of `kernels::tensor::arguments::stochastic_rounding`, bit for bit.
 #pragma once
 
 #include "device.cuh"
 
-/// How the elements of a range are rounded: by their numbers in the whole of a parameter.
+/// How the elements of a range are rounded: by their indices in the whole parameter.
 struct StochasticRounding {
     uint64_t row, column, width, pitch;
     uint32_t key, unused;
 
-    /// Calls `f` with 0 to `n` − 1 and the words of as many elements from the `at`-th of the range
-    /// on.
+    /// Calls `f` with 0 to `n` − 1 and the words of that many elements, starting at the `at`-th of
+    /// the range.
     template <class F>
     DEVICE void words(uint64_t at, int n, F f) const {
         uint64_t first = row, across = column + at;

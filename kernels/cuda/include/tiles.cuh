@@ -1,12 +1,12 @@
-// Tiles of rows in shared memory, and products of them on tensor cores.
+// Tiles of rows in shared memory, and their products on tensor cores.
 //
-// Rows are 16 bytes longer than their elements: eight rows then begin in eight different sixteenths
-// of a line of banks, so ldmatrix meets no conflict.
+// Rows are padded by 16 bytes. Eight rows then begin in eight different 16-byte groups of
+// shared-memory banks, so ldmatrix has no bank conflicts.
 #pragma once
 
 #include "mma.cuh"
 
-/// Elements from one row of a tile of DIM columns to the next.
+/// Row stride of a tile of DIM columns, in elements.
 template <int DIM>
 constexpr int ROW = DIM + 8;
 
@@ -14,19 +14,19 @@ constexpr int ROW = DIM + 8;
 struct Rows {
     const uint16_t *at;
     size_t stride;
-    /// Rows, and columns of each.
+    /// Number of rows, and columns of each.
     uint32_t count, width;
     /// Whether rows begin at multiples of 16 bytes.
     bool aligned;
 
-    /// The rows `offset` elements further on.
+    /// The rows `offset` elements later.
     __device__ __forceinline__ Rows from(size_t offset) const {
         return {at + offset, stride, count, width, aligned};
     }
 };
 
-/// Begins to copy COUNT rows from `first` on into a tile by all THREADS of the block, zeros behind
-/// the last row and column. Rows that are not aligned are copied at once.
+/// Starts to copy COUNT rows from `first` on into a tile, by all THREADS of the block, with zeros
+/// beyond the last row and column. Rows that are not aligned are copied at once.
 template <int COUNT, int DIM, int THREADS>
 DEVICE void copy_rows(uint16_t *tile, const Rows &rows, uint32_t first) {
     constexpr int PIECES = DIM / 8;
@@ -51,8 +51,8 @@ DEVICE void copy_rows(uint16_t *tile, const Rows &rows, uint32_t first) {
     }
 }
 
-/// Writes COUNT rows of a tile that one warp has made to global memory, but none behind the last
-/// row and column.
+/// Writes COUNT rows of a tile that one warp has made to global memory, except beyond the last row
+/// and column.
 template <int COUNT, int DIM>
 DEVICE void store_rows(uint16_t *to, const Rows &rows, uint32_t first, const uint16_t *tile) {
     constexpr int PIECES = DIM / 8;
@@ -73,14 +73,14 @@ DEVICE void store_rows(uint16_t *to, const Rows &rows, uint32_t first, const uin
     }
 }
 
-/// Fragments A of 16 rows × 16 columns.
+/// Loads a fragment A of 16 rows × 16 columns.
 template <int DIM>
 DEVICE void left_fragment(uint32_t (&a)[4], const uint16_t *tile, int row, int column) {
     uint32_t lane = threadIdx.x % 32;
     ldmatrix(a, tile + (row + lane % 16) * ROW<DIM> + column + lane / 16 * 8);
 }
 
-/// C [M · 16, N · 8] += A · Bᵀ over DIM columns: A's and B's rows lie in tiles.
+/// C [M · 16, N · 8] += A · Bᵀ over DIM columns; rows of A and B are in tiles.
 template <class E, int DIM, int M, int N>
 DEVICE void product_of_rows(
     float (&c)[M][N][4], const uint16_t *a_tile, int a_row, const uint16_t *b_tile) {
@@ -105,8 +105,8 @@ DEVICE void product_of_rows(
     }
 }
 
-/// C [M · 16, DIM] += A · B over K rows of B, which lie in a tile; A are weights [M · 16, K] as a
-/// product left them, rounded to 16 bits.
+/// C [M · 16, DIM] += A · B over K rows of B, which are in a tile. A are weights [M · 16, K] in the
+/// layout of a product's result, rounded to 16 bits.
 template <class E, int DIM, int M, int K>
 DEVICE void product_of_weights(
     float (&c)[M][DIM / 8][4], const uint32_t (&weights)[M][K / 8][2], const uint16_t *b_tile) {
@@ -120,7 +120,7 @@ DEVICE void product_of_weights(
             ldmatrix_transposed(b, b_at + k * 16 * ROW<DIM> + n * 8);
 #pragma unroll
             for (int m = 0; m < M; m++) {
-                // What a thread holds of two neighbouring fragments C is what it must hold of one
+                // A thread's elements of two adjacent fragments C are exactly its elements of one
                 // fragment A.
                 const uint32_t a[4] = {weights[m][2 * k][0], weights[m][2 * k][1],
                     weights[m][2 * k + 1][0], weights[m][2 * k + 1][1]};
@@ -131,8 +131,8 @@ DEVICE void product_of_weights(
     }
 }
 
-/// Writes C [M · 16, DIM], times a factor per row, rounded, to rows of global memory from `first`
-/// on, by way of rows of a tile that only this warp uses.
+/// Writes C [M · 16, DIM], times a factor per row and rounded, to rows of global memory from
+/// `first` on. Goes through rows of a tile that only this warp uses.
 template <class E, int DIM, int M>
 DEVICE void store_fragments(uint16_t *to, const Rows &rows, uint32_t first, uint16_t *own,
     const float (&c)[M][DIM / 8][4], const float (&factors)[M][2]) {

@@ -1,18 +1,18 @@
-// Tiles of rows in shared memory as tensor copies leave them, and products of them by warpgroups
+// Tiles of rows in shared memory, in the layout of tensor copies, and their products by warpgroups
 // (Hopper).
 //
-// A tile's columns lie 64 after another: a box of rows of 128 bytes, whose pieces are swizzled,
-// then the next box.
+// A tile's columns are split into groups of 64: a box of rows of 128 bytes, with swizzled 16-byte
+// pieces, then the next box.
 #pragma once
 
 #include "attention.cuh"
 #include "hopper.cuh"
 
-/// Rows that a warpgroup has of what it computes.
+/// Rows per warpgroup.
 constexpr uint32_t OWN = 64;
 
-/// Registers of a thread of CONSUMERS warpgroups that compute: what the one that has tiles copied,
-/// with 24, leaves of 65536.
+/// Registers per thread of CONSUMERS warpgroups that compute. The producer warpgroup has 24 per
+/// thread; a multiprocessor has 65536.
 template <uint32_t CONSUMERS>
 constexpr int REGISTERS = CONSUMERS == 3 ? 160 : 240;
 
@@ -21,7 +21,7 @@ struct Tile {
     static constexpr uint32_t BOX = ROWS * SWIZZLED_ROW, BYTES = DIM / 64 * BOX;
 };
 
-/// Begins to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes
+/// Starts to copy a tile of a tensor's columns, rows (from `first` on), parts and samples, in boxes
 /// of BOX rows.
 template <int ROWS, int DIM, int BOX = ROWS>
 DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, uint32_t part,
@@ -35,12 +35,12 @@ DEVICE void copy_tile(unsigned char *to, const TensorMap *map, uint32_t first, u
                 sample, first + row, full);
 }
 
-/// What all threads of a warp have alike. Saying so keeps it, and what is made of it, out of their
-/// registers.
+/// A value that is equal in all threads of a warp. Declaring this keeps it, and values computed
+/// from it, out of the threads' registers.
 DEVICE uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
 
-/// The descriptor of a tile's operand. That of what lies some bytes behind it is this one plus a
-/// 16th of them, which leaves one addition between products where the address would take ten
+/// The descriptor of a tile's operand. For an operand some bytes later, add a 16th of the bytes to
+/// the descriptor. This is one addition between products; computing the address would take ten
 /// instructions.
 DEVICE uint64_t operand(uint32_t address, uint32_t next) {
     return descriptor(uniform(address), next);
@@ -52,8 +52,8 @@ DEVICE constexpr uint32_t columns_at(uint32_t k) {
     return k / 4 * Tile<ROWS, DIM>::BOX + k % 4 * 32;
 }
 
-/// Begins C [64, N] = A · Bᵀ (what C held is not read) over DIM columns: 64 rows of a tile of
-/// A_ROWS and a tile of N rows.
+/// Starts C [64, N] = A · Bᵀ (the old C is not read) over DIM columns: 64 rows of a tile of A_ROWS
+/// and a tile of N rows.
 template <class E, int DIM, int A_ROWS, int N>
 DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
     const uint64_t left = operand(a, 16), right = operand(b, 16);
@@ -64,7 +64,7 @@ DEVICE void multiply_rows(float (&c)[N / 8][4], uint32_t a, uint32_t b) {
             c, left + columns_at<A_ROWS, DIM>(k) / 16, right + columns_at<N, DIM>(k) / 16);
 }
 
-/// Begins C [64, DIM] += weights · B over K rows of a tile.
+/// Starts C [64, DIM] += weights · B over K rows of a tile.
 template <class E, int DIM, int K>
 DEVICE void multiply_weights(
     float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4], uint32_t b) {
@@ -74,7 +74,7 @@ DEVICE void multiply_weights(
         Wgmma<E, DIM>::add_weighed(c, weights[k], right + k * 16 * SWIZZLED_ROW / 16);
 }
 
-/// Begins two of them, whose products alternate: none waits for the sums of the one before it.
+/// Starts two such products, interleaved, so that none waits for the sums of the one before.
 template <class E, int DIM, int K>
 DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K / 16][4],
     uint32_t b, float (&other_c)[DIM / 8][4], const uint32_t (&other_weights)[K / 16][4],
@@ -89,7 +89,7 @@ DEVICE void multiply_weights(float (&c)[DIM / 8][4], const uint32_t (&weights)[K
     }
 }
 
-/// Rounds what a product left to left operands of the next.
+/// Rounds the result of a product to left operands of the next.
 template <class E, int N>
 DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4]) {
 #pragma unroll
@@ -99,16 +99,16 @@ DEVICE void round_weights(uint32_t (&weights)[N / 2][4], const float (&c)[N][4])
             weights[k][i] = E::pack(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-/// Arrives for the warp, whose threads have all read what is given back: an arrival is behind what
-/// its own thread did, not others.
+/// Arrives for the warp, after all of its threads have read the released data: an arrival only
+/// covers its own thread's accesses.
 DEVICE void release(uint64_t *barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
 }
 
-/// Writes a warp's 16 rows, times a factor each, rounded, to `to`, but none from `count` rows on:
-/// by way of rows of a tile that only this warp uses, so that 16 bytes are written at once. The
-/// rows begin at a multiple of 1024 bytes.
+/// Writes a warp's 16 rows, times a factor each and rounded, to `to`, except rows from `count` on.
+/// Goes through rows of a tile that only this warp uses, so that 16 bytes are written at a time.
+/// These rows begin at a multiple of 1024 bytes.
 template <class E, int ROWS, int DIM>
 DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned char *rows,
     const float (&c)[DIM / 8][4], const float (&factors)[2]) {
@@ -134,19 +134,19 @@ DEVICE void store_warp(uint16_t *to, size_t stride, uint32_t count, unsigned cha
     }
 }
 
-/// Counts the tiles that went through a ring of STAGES, for slot and parity.
+/// Counts the tiles that went through a ring of STAGES; gives slot and parity.
 template <int STAGES>
 struct Turn {
     uint32_t count = 0;
     __device__ __forceinline__ uint32_t slot() const { return count % STAGES; }
     __device__ __forceinline__ uint32_t parity() const { return count / STAGES % 2; }
-    /// The slot of the tile before.
+    /// The slot of the previous tile.
     __device__ __forceinline__ uint32_t before() const { return (count - 1) % STAGES; }
 };
 
-/// Where the number-th of all pieces of work lies, `tiles` for each of `all` heads (or groups),
-/// when blocks take them in this order: heads come in sections, what whose tiles read in common
-/// stays in the second-level cache; within a section the first tiles of all its heads come first.
+/// The place of piece of work `number`, with `tiles` pieces for each of `all` heads (or groups), in
+/// the order in which blocks take them. Heads come in sections; data that a section's tiles share
+/// stays in L2. Within a section, the first tiles of all its heads come first.
 struct Place {
     uint32_t tile, which;
 
@@ -159,10 +159,10 @@ struct Place {
     }
 };
 
-/// A tile of QUERIES of a head, of which a warpgroup has OWN, and the tiles of KEYS that they see,
-/// up to the one before `end`; the last tiles, which take longest, come first. Where queries do not
-/// fill whole tiles, it is the first one that lacks some: it has the fewest keys to go over, and
-/// its last warpgroups nothing to do.
+/// A tile of QUERIES of a head, OWN of them per warpgroup, and the tiles of KEYS that they see, up
+/// to the one before `end`. The last tiles come first, because they take longest. If queries do not
+/// fill whole tiles, the first tile is the partial one: it has the fewest keys, and its last
+/// warpgroups are idle.
 template <uint32_t QUERIES, uint32_t KEYS>
 struct QueryWork {
     uint32_t first, end_query, head, sample;

@@ -1,7 +1,7 @@
-// The instructions wgmma.mma_async of Hopper (sm_90a) that kernels use: products of 16 along k by
-// the 128 threads of a warpgroup. C [64, N] is fragments of each warp's 16 rows, as of
-// mma.m16n8k16. A is [64, 16] by its descriptor, or such fragments in registers; B is [N, 16] by
-// its descriptor, or, for weights, [16, N]; then A may be [16, 64], too.
+// The wgmma.mma_async instructions of Hopper (sm_90a) that kernels use: products of 16 along k by
+// the 128 threads of a warpgroup. C [64, N] consists of fragments of each warp's 16 rows, as in
+// mma.m16n8k16. A is [64, 16], by its descriptor or as such fragments in registers; B is [N, 16],
+// by its descriptor. For weights, B is [16, N]; then A may also be [16, 64].
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ struct Wgmma;
     "%47, %48, %49, %50, %51, %52, %53, %54, %55, "                                                \
     "%56, %57, %58, %59, %60, %61, %62, %63}"
 
-// The operands behind C's are numbered from its number of registers on: A, one (R0) or four (R0 to
-// R3), then B. What C held is read if READ is "eq", and not if it is "ne". The flags: keep A's and
-// B's signs (1, 1), then whether operands in shared memory are transposed.
+// Operands after C are numbered from C's number of registers on: A, one (R0) or four (R0 to R3),
+// then B. The old C is read if READ is "eq", and not if it is "ne". The flags: keep the signs of A
+// and B (1, 1), then whether operands in shared memory are transposed.
 #define WGMMA_OF_TILES(TYPE, N, READ, R0, R1, TURNED)                                              \
     asm volatile("{.reg .pred p; setp." READ ".b32 p, 0, 0;\n"                                     \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " OPERANDS_##N  \
@@ -44,7 +44,7 @@ struct Wgmma;
 #define WGMMA(E, TYPE, N, R0, R1, R2, R3, R4)                                                      \
     template <>                                                                                    \
     struct Wgmma<E, N> {                                                                           \
-        /* C = A · Bᵀ: what C held is not read. */                                                 \
+        /* C = A · Bᵀ: the old C is not read. */                                                   \
         __device__ __forceinline__ static void assign(                                             \
             float (&c)[N / 8][4], uint64_t a, uint64_t b) {                                        \
             WGMMA_OF_TILES(TYPE, N, "ne", R0, R1, "0");                                            \

@@ -1,4 +1,4 @@
-//! Activations and their gradients, elementwise: an [`Activation`] each; and SwiGLU.
+//! Activations and their gradients, elementwise: one [`Activation`] each; and SwiGLU.
 
 use candle_core::Tensor;
 
@@ -9,13 +9,13 @@ use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, with_last};
 
-/// 1 / (1 + e⁻ˣ)
+/// 1 / (1 + e⁻ˣ).
 #[inline(always)]
 fn sigmoid<T: Float>(x: T) -> T {
     sigmoid_of_bits(x * T::of(-std::f64::consts::LOG2_E))
 }
 
-/// 1 / (1 + 2ᶻ): a sigmoid of what was scaled by −log₂ e
+/// 1 / (1 + 2ᶻ): the sigmoid of x for z = −x·log₂ e.
 #[inline(always)]
 fn sigmoid_of_bits<T: Float>(z: T) -> T {
     T::ONE / (T::ONE + z.fast_exp2())
@@ -26,9 +26,9 @@ const GELU: f64 = 2.0 * 0.797_884_560_802_865_4; // √(2/π)
 
 const GELU_CUBIC: f64 = GELU * 0.044715;
 
-/// x², or as much as serves its readers: from |x| = 22 on the sigmoid of u is 0 or 1 (in f64, too),
-/// and u′, which grows with x², must not overflow, since it is multiplied by 0 there. So gradients
-/// are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
+/// x², limited where larger values change nothing. From |x| = 22 on the sigmoid of u is 0 or 1 (in
+/// f64, too). There u′, which grows with x², is multiplied by 0, so it must not overflow. With the
+/// limit, gradients are finite for inputs up to ±10³⁶ (PyTorch's up to ±10¹⁹).
 #[inline(always)]
 fn gelu_square<T: Float>(x: T) -> T {
     let (square, enough) = (x * x, T::of(500.0));
@@ -43,8 +43,7 @@ fn gelu_sigmoid<T: Float>(x: T, square: T) -> T {
     sigmoid_of_bits(x * square.fused(cubic, linear))
 }
 
-/// The gradient of x, given x², the sigmoid of u, and the gradient of GELU: dy·(s + x·s·(1 −
-/// s)·u′).
+/// The gradient of x, given dy, x, x² and the sigmoid s of u: dy·(s + x·s·(1 − s)·u′).
 #[inline(always)]
 fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
     let slope = x * square.fused(T::of(3.0 * GELU_CUBIC), T::of(GELU));
@@ -53,20 +52,20 @@ fn gelu_gradient<T: Float>(dy: T, x: T, square: T, s: T) -> T {
 
 /// An elementwise activation, in the type that elements are computed in.
 pub trait Activation {
-    /// In the names of the kernels in `cuda/activation.cu`.
+    /// The activation's name in the kernels of `cuda/activation.cu`.
     #[cfg_attr(not(gpu), allow(dead_code))]
     const NAME: &str;
     fn value<T: Float>(x: T) -> T;
-    /// The gradient of `x`, of that of the value.
+    /// The gradient with respect to `x`; `dy` is the gradient of the value.
     fn gradient<T: Float>(dy: T, x: T) -> T;
-    /// Both, with the bits that each has by itself.
+    /// Gradient and value, with the same bits as when computed alone.
     #[inline(always)]
     fn gradient_and_value<T: Float>(dy: T, x: T) -> [T; 2] {
         [Self::gradient(dy, x), Self::value(x)]
     }
 }
 
-/// Its tanh approximation (Hendrycks & Gimpel 2016).
+/// GELU, by its tanh approximation (Hendrycks & Gimpel 2016).
 pub struct Gelu;
 
 impl Activation for Gelu {
@@ -91,7 +90,7 @@ impl Activation for Gelu {
     }
 }
 
-/// max(x, 0); of NaN, NaN.
+/// max(x, 0); NaN for NaN.
 pub struct Relu;
 
 impl Activation for Relu {
@@ -127,7 +126,7 @@ impl Activation for SquaredRelu {
     }
 }
 
-/// `A` of every element.
+/// Applies `A` to every element.
 pub fn forward<E: Elem, A: Activation>(x: &Tensor, op: &'static str) -> Result<Tensor> {
     let xs = View::<E>::new(x, op, "x")?;
     let xs: &[E] = &xs;
@@ -146,7 +145,7 @@ pub fn forward<E: Elem, A: Activation>(x: &Tensor, op: &'static str) -> Result<T
     })
 }
 
-/// The gradient of `x` of [`forward`].
+/// The gradient of [`forward`] with respect to `x`.
 pub fn backward<E: Elem, A: Activation>(
     dy: &Tensor,
     x: &Tensor,
@@ -169,7 +168,8 @@ pub fn backward<E: Elem, A: Activation>(
     })
 }
 
-/// The gradient of `x` of [`forward`], and what that returned. `width` is that of the rows.
+/// The gradient of [`forward`] with respect to `x`, and the result of [`forward`]. `width` is the
+/// width of the rows.
 pub fn backward_recompute<E: Elem, A: Activation>(
     dy: &Tensor,
     x: &Tensor,
@@ -255,7 +255,7 @@ fn swiglu_backward_line<'a, E: Elem>(
     )
 }
 
-/// Those of gate and up, given the sigmoid of the gate.
+/// The gradients of gate and up, given the sigmoid of the gate.
 #[inline(always)]
 fn swiglu_gradients<T: Float>(gate: T, up: T, dy: T, s: T) -> [T; 2] {
     let through = dy * s;

@@ -1,4 +1,4 @@
-//! The decision that [`Verdict`](crate::ops::clip::Verdict) stands for.
+//! Computes a [`Verdict`](crate::ops::clip::Verdict) on the CPU.
 
 use candle_core::{DType, Tensor};
 
@@ -7,7 +7,7 @@ use crate::tensor::device::empty;
 use crate::tensor::host::with_slice_mut;
 use crate::tensor::view::View;
 
-/// Norm, factor, and whether the step is applied: f32 `[3]`, from shares of the squared norm.
+/// Norm, factor, and whether the step is applied: f32 `[3]`, from parts of the squared norm.
 pub fn judge(shares: &Tensor, max_norm: f32, loss_scale: f64, op: &'static str) -> Result<Tensor> {
     let total: f64 =
         View::<f64>::new(shares, op, "shares")?.iter().fold(0.0, |sum, share| sum + share);

@@ -1,4 +1,4 @@
-//! Sums over rows, which are the gradients of what all rows share.
+//! Sums over rows: the gradients of parameters that all rows share.
 
 use candle_core::{Tensor, WithDType};
 
@@ -41,11 +41,11 @@ pub fn bias_grad<E: Elem>(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<
     accumulate(&partials, n, 0, n, db, op)
 }
 
-/// Rows that [`bias_grad`] adds to a partial sum in one reading and writing of it, in order.
+/// Rows that [`bias_grad`] adds to a partial sum per pass over that sum, in order.
 const ROWS_AT_ONCE: usize = 8;
 
-/// As [`add`] of each of `rows` in order, with the sums in registers. Asks for the rows `ahead`
-/// elements behind.
+/// As [`add`] of each of `rows` in order, with the sums in registers. Prefetches the rows that lie
+/// `ahead` elements later.
 #[inline(always)]
 fn add_rows<E: Elem, const R: usize>(acc: &mut [E::Acc], rows: [&[E]; R], ahead: usize) {
     let n = acc.len();
@@ -73,8 +73,8 @@ fn add<E: Elem>(acc: &mut [E::Acc], x: &[E]) {
     }
 }
 
-/// Sums the columns `first .. first + n` of partial sums of `width` columns in order, and adds the
-/// sum to `grad`.
+/// Sums the columns `first .. first + n` of partial sums of `width` columns, in order, and adds the
+/// result to `grad`.
 pub(crate) fn accumulate<T: Float>(
     partials: &[T],
     width: usize,

@@ -28,15 +28,15 @@ fn per_row<T: Float>(
     copied(t, op, what)
 }
 
-/// The column of a target among the first `valid` ones of this rank, whose first has id
+/// The column of a target, if it is one of this rank's first `valid` columns. Column 0 has id
 /// `first_column`.
 #[inline(always)]
 fn target_column(target: u32, first_column: usize, valid: usize) -> Option<usize> {
     (target as usize).checked_sub(first_column).filter(|&column| column < valid)
 }
 
-/// Calls `f` with the number and the logits of every row, and with its element of three results;
-/// these make `[rows]` and `[2, rows]`.
+/// Calls `f` with the index and the logits of every row. Its three results per row make `[rows]`
+/// and `[2, rows]`.
 fn by_row<E: Elem>(
     op: &'static str,
     logits: &Tensor,
@@ -58,7 +58,7 @@ fn by_row<E: Elem>(
     Ok((tensor(column(0).collect::<Vec<_>>(), rows, logits)?, sums))
 }
 
-/// The largest logit, −∞ of none.
+/// The largest logit; −∞ if there are none.
 fn max_line<T: Float>(l: &[T]) -> T {
     vectorize(
         #[inline(always)]
@@ -136,7 +136,7 @@ pub fn rebase<T: Float>(
     with_slice_mut::<T, _>(sums, op, |sums| {
         let (totals, target_logits) = sums.split_at_mut(rows);
         for row in 0..rows {
-            // Of no column the sum is 0, and its maximum −∞.
+            // With no columns the sum is 0 and the maximum −∞.
             if own[row] > T::NEG_INFINITY {
                 totals[row] *= (own[row] - all[row]).fast_exp();
             }
@@ -168,10 +168,10 @@ pub fn add_losses<T: Float>(
     })
 }
 
-/// What the gradient of a row's logits is made of.
+/// Inputs of the gradient of a row's logits.
 struct RowGradient<T> {
     max: T,
-    /// dL/d(token loss) / Σ exp
+    /// dL/d(token loss) / Σ exp.
     factor: T,
     scale: T,
     target: Option<usize>,

@@ -41,8 +41,8 @@ pub fn apply<E: Elem>(
     tensor(y, x.dims(), x)
 }
 
-/// One row; with the mask, the row's number and 1/(1−p). The scratch is for a row of words and one
-/// of factors.
+/// One row. `mask` has the mask, the row's index and 1/(1−p). The scratch has room for a row of
+/// words and a row of factors.
 fn add_line<'a, E: Elem>(
     x: &[E],
     bias: Option<&[E::Acc]>,
@@ -66,7 +66,7 @@ fn add_line<'a, E: Elem>(
             for (factor, &word) in factors.iter_mut().zip(&*random) {
                 *factor = if word < mask.threshold { E::Acc::ZERO } else { scale };
             }
-            // What is dropped is 0 even where it was not finite.
+            // A dropped element is 0 even where it was not finite.
             let keep = |v: E::Acc, factor: E::Acc| {
                 if factor > E::Acc::ZERO { v * factor } else { E::Acc::ZERO }
             };

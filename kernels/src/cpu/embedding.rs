@@ -10,7 +10,7 @@ use crate::tensor::parallel::{self, Shared};
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, expect_dtype, tensor};
 
-/// Columns that one task of the backward pass owns, at least: four cache lines of f32.
+/// Smallest number of columns that one task of the backward pass owns: four cache lines of f32.
 const COLUMNS: usize = 64;
 
 /// The local row of an id, if `first_row .. first_row + rows` holds it.
@@ -54,8 +54,8 @@ pub fn backward<E: Elem>(
     let (ids, dys) = (View::<u32>::new(ids, op, "ids")?, View::<E>::new(dy, op, "dy")?);
     let (ids, dys): (&[u32], &[E]) = (&ids, &dys);
     with_slice_mut::<E::Acc, _>(dweight, op, |dw| {
-        // Each task owns a range of columns and walks all tokens in order: no sum depends on the
-        // cut, and tokens that are frequent burden all tasks alike.
+        // Each task owns a range of columns and goes through all tokens in order. So no sum depends
+        // on the partition, and frequent tokens burden all tasks alike.
         let tasks = if ids.len() * h < parallel::GRAIN { 1 } else { parallel::threads() };
         let columns = h.div_ceil(tasks).next_multiple_of(COLUMNS);
         let dw = Shared(dw.as_mut_ptr());
@@ -67,7 +67,7 @@ pub fn backward<E: Elem>(
                     for (dy, &id) in dys.chunks_exact(h).zip(ids) {
                         if let Some(row) = local(id, first_row, rows) {
                             // SAFETY: row < rows and own.end ≤ h, so the range lies in dweight
-                            // [rows, h]; tasks own other columns, so no two write one element.
+                            // [rows, h]; tasks own disjoint columns, so no two write one element.
                             let dw = unsafe {
                                 std::slice::from_raw_parts_mut(
                                     dw.at(row * h + own.start),

@@ -1,10 +1,10 @@
-//! Sums and maxima of rows over [`LANES`] lanes: always the same tree of additions, on every
+//! Sums and maxima of rows over [`LANES`] lanes, with the same tree of additions on every
 //! instruction set.
 
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::simd::LANES;
 
-/// Adds lanes pairwise: always the same tree.
+/// Adds lanes pairwise, always in the same tree.
 #[inline(always)]
 pub fn tree<T: Float>(mut acc: [T; LANES]) -> T {
     let mut width = LANES / 2;
@@ -31,8 +31,8 @@ pub fn sum<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     for (acc, &v) in acc.iter_mut().zip(rest) {
         *acc += f(v.load());
     }
-    // LLVM, which sees that the tree adds pairs, would otherwise keep pairs rather than whole
-    // vectors, which takes twice as long in bf16.
+    // Without `black_box`, LLVM sees that the tree adds pairs, and keeps pairs rather than whole
+    // vectors. That takes twice as long in bf16.
     tree(std::hint::black_box(acc))
 }
 
@@ -53,7 +53,7 @@ pub fn sum2<E: Elem>(a: &[E], b: &[E], f: impl Fn(E::Acc, E::Acc) -> E::Acc) -> 
     tree(acc)
 }
 
-/// Σ f(aᵢ) as [`sum`], for an `f` that LLVM vectorizes only in a loop of its own.
+/// Σ f(aᵢ) as [`sum`], for an `f` that LLVM vectorizes only in a separate loop.
 #[inline(always)]
 pub fn sum_of<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     const CHUNK: usize = 32 * LANES;
@@ -78,7 +78,7 @@ pub fn sum_of<E: Elem>(a: &[E], f: impl Fn(E::Acc) -> E::Acc) -> E::Acc {
     tree(acc)
 }
 
-/// The largest element; −∞ of none. NaNs are passed over.
+/// The largest element; −∞ if there are none. NaNs are ignored.
 #[inline(always)]
 pub fn max<E: Elem>(a: &[E]) -> E::Acc {
     let mut acc = [E::Acc::NEG_INFINITY; LANES];

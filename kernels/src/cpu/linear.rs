@@ -8,8 +8,8 @@ use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::{with_rows_mut, with_slice_mut};
 use crate::tensor::view::{View, copied, expect_dtype, rows_of, tensor, with_last};
 
-/// Writes all of `y`, which has room for `rows` of n elements as far apart as it says: the product,
-/// and `plus`, of as many elements, where there is one.
+/// Writes all of `y`, which has room for `rows` rows of n elements at the given stride: the
+/// product, plus `plus`, of the same number of elements, if given.
 fn write_forward<E: Elem, C: Elem<Acc = E::Acc>>(
     x: &Tensor,
     w: &Tensor,
@@ -24,8 +24,8 @@ fn write_forward<E: Elem, C: Elem<Acc = E::Acc>>(
     let ((x, x_row), w) = (View::<E>::rows(x, op, "x")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(x.as_ptr(), x_row, 1), Mat(w.as_ptr(), k, 1).t());
     let (shape, y) = ((rows, n, k), Mat(y, y_row, 1));
-    // SAFETY: x is [rows, k], w [n, k], y and plus [rows, n]; the rows of x and y lie as far apart
-    // as they say.
+    // SAFETY: x is [rows, k], w [n, k], y and plus [rows, n]; the rows of x and y have the given
+    // strides.
     unsafe {
         match plus {
             Some(plus) => gemm_plus(shape, y, start, (plus.as_ptr(), n), a, b, all_threads()),
@@ -35,7 +35,7 @@ fn write_forward<E: Elem, C: Elem<Acc = E::Acc>>(
     Ok(())
 }
 
-/// `n` elements that `write` writes, all of them if it succeeds.
+/// `n` elements from `write`, which writes all of them if it succeeds.
 fn written<T>(n: usize, write: impl FnOnce(*mut T) -> Result<()>) -> Result<Vec<T>> {
     let mut values = Vec::with_capacity(n);
     write(values.as_mut_ptr())?;
@@ -94,7 +94,7 @@ pub fn into<E: Elem>(
     op: &'static str,
 ) -> Result<()> {
     let contiguous = y.is_contiguous();
-    // However a contiguous tensor is shaped, the result's rows follow each other in it.
+    // In a contiguous tensor of any shape, the result's rows are consecutive.
     let row_of = |apart| if contiguous { dims[2] } else { apart };
 
     if y.dtype() == x.dtype() {
@@ -127,8 +127,7 @@ fn write_dgrad<E: Elem>(
 ) -> Result<()> {
     let ((dy, dy_row), w) = (View::<E>::rows(dy, op, "dy")?, View::<E>::new(w, op, "weight")?);
     let (a, b) = (Mat(dy.as_ptr(), dy_row, 1), Mat(w.as_ptr(), k, 1));
-    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy lie as far apart as they
-    // say.
+    // SAFETY: dy is [rows, n], w [n, k] and dx [rows, k]; the rows of dy have the given stride.
     unsafe { gemm((rows, k, n), Mat(dx, k, 1), Start::Zero, a, b, E::Acc::ONE, all_threads()) };
     Ok(())
 }
@@ -169,8 +168,8 @@ pub fn wgrad<E: Elem>(
     let start = if add { Start::Old } else { Start::Zero };
     with_slice_mut_of::<E::Acc>(dw, op, |dw| {
         let (dw, one) = (Mat(dw.as_mut_ptr(), k, 1), E::Acc::ONE);
-        // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the rows of dy and x lie as far apart
-        // as they say.
+        // SAFETY: dy is [rows, n], x [rows, k] and dw [n, k]; the rows of dy and x have the given
+        // strides.
         unsafe { gemm((n, k, rows), dw, start, a, b, one, all_threads()) };
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! Computation on CPUs: plain functions of slices, split over a thread pool.
+//! Computation on CPUs: plain functions on slices, split over a thread pool.
 
 pub mod activation;
 pub mod attention;

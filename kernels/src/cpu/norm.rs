@@ -17,7 +17,7 @@ fn parameter<E: Elem>(op: &'static str, what: &'static str, t: &Tensor) -> Resul
     Ok(View::<E>::new(t, op, what)?.iter().map(|v| v.load()).collect())
 }
 
-/// LayerNorm where there is a bias, RMSNorm where there is none.
+/// LayerNorm if there is a bias, else RMSNorm.
 pub fn forward<E: Elem>(
     op: &'static str,
     x: &Tensor,
@@ -51,7 +51,7 @@ pub fn forward<E: Elem>(
     Ok((tensor(y, x.dims(), x)?, NormStats { mean, rstd: column(1)? }))
 }
 
-/// A row, and its mean and 1/√…
+/// Writes a row; returns its mean and 1/√….
 fn forward_line<'a, E: Elem>(
     x: &[E],
     weight: &[E::Acc],
@@ -87,7 +87,7 @@ pub fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
     let (xs, dys): (&[E], &[E]) = (&xs, &dys);
     let residual = residual.map(|r| View::<E>::new(r, op, "residual")).transpose()?;
     let residual = residual.as_deref();
-    // Per block of rows: partial sums of dweight, then of dbias.
+    // For each block of rows: partial sums of dweight, then of dbias.
     let width = if mean.is_some() { 2 * h } else { h };
     let mut partials = vec![E::Acc::ZERO; rows.div_ceil(ROW_BLOCK) * width];
     let inv_h = E::Acc::of(1.0 / h as f64);
@@ -117,8 +117,8 @@ pub fn backward<E: Elem>(op: &'static str, of: &Backward) -> Result<Tensor> {
     tensor(dx, x.dims(), x)
 }
 
-/// What a row's gradients are made of: with x̂ = (x − mean)·rstd and g = dy·weight,
-/// dx = rstd·(g − mean(g) − x̂·mean(g·x̂)), RMSNorm without mean(g).
+/// Inputs of a row's gradients. With x̂ = (x − mean)·rstd and g = dy·weight, dx = rstd·(g − mean(g)
+/// − x̂·mean(g·x̂)); RMSNorm has no mean(g).
 struct Row<'a, E: Elem> {
     x: &'a [E],
     dy: &'a [E],
@@ -154,8 +154,8 @@ impl<E: Elem> Row<'_, E> {
         )
     }
 
-    /// Σ g·x̂ and Σ g, in one reading of the row with what it adds to `dweight` and, unless that is
-    /// empty, to `dbias`.
+    /// Σ g·x̂ and Σ g. The same pass over the row adds to `dweight` and, unless that is empty, to
+    /// `dbias`.
     #[inline(always)]
     fn sums(&self, dweight: &mut [E::Acc], dbias: &mut [E::Acc]) -> [E::Acc; 2] {
         let (mut along, mut across) = ([E::Acc::ZERO; LANES], [E::Acc::ZERO; LANES]);

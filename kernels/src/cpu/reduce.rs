@@ -13,7 +13,7 @@ use crate::tensor::{nontemporal, parallel};
 /// Elements per partial sum.
 const BLOCK: usize = 4096;
 
-/// Elements that are cast at a time, by way of the L1 cache.
+/// Elements that are cast at a time, through the L1 cache.
 const CAST: usize = 1024;
 
 /// Independent sums within a block.
@@ -78,17 +78,17 @@ fn block_sum<E: Elem>(x: &[E]) -> f64 {
     acc.chunks_exact(4).map(|a| (a[0] + a[1]) + (a[2] + a[3])).sum()
 }
 
-/// The sum of `values` in order, with the rounding error of every addition added at the end.
+/// The sum of `values` in order; the rounding errors of all additions are added at the end.
 fn compensated_sum(values: &[f64]) -> f64 {
     let (mut total, mut error) = (0.0f64, 0.0);
     for &v in values {
         let next = total + v;
-        // Knuth's two-sum: what the addition lost.
+        // Knuth's two-sum: the rounding error of the addition.
         let shadow = next - total;
         error += (total - (next - shadow)) + (v - shadow);
         total = next;
     }
-    // An infinite total has a NaN for its error.
+    // If the total is infinite, the error is NaN.
     if total.is_finite() { total + error } else { total }
 }
 
@@ -143,7 +143,7 @@ pub fn zero<E: Elem>(t: &Tensor, op: &'static str) -> Result<()> {
     })
 }
 
-/// Bytes that no cache keeps until they are read again.
+/// Size in bytes beyond which no cache keeps data until it is read again.
 const BEYOND_CACHES: usize = 64 << 20;
 
 pub fn cast<S: Elem>(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {

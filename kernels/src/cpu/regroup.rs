@@ -1,4 +1,4 @@
-//! Rows in another order.
+//! Reorders rows.
 
 use candle_core::Tensor;
 

@@ -1,4 +1,4 @@
-//! fp32 values in halves of 16 bits: see [`ops::remainders`](crate::ops::remainders).
+//! fp32 values as two halves of 16 bits: see [`ops::remainders`](crate::ops::remainders).
 
 use candle_core::Tensor;
 use half::bf16;
@@ -9,7 +9,7 @@ use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::View;
 
-/// The halves of a value. Of NaN the high half is a NaN and the low one 0.
+/// The halves of a value. For NaN the high half is a NaN and the low half 0.
 #[inline(always)]
 pub fn split_value(value: f32) -> (bf16, i16) {
     let bits = value.to_bits();
@@ -18,13 +18,13 @@ pub fn split_value(value: f32) -> (bf16, i16) {
     (bf16::from_bits(high as u16), if nan { 0 } else { bits as u16 as i16 })
 }
 
-/// The value of halves.
+/// Joins two halves to their value.
 #[inline(always)]
 pub fn join_value(high: bf16, low: i16) -> f32 {
     f32::from_bits((u32::from(high.to_bits()) << 16).wrapping_add_signed(i32::from(low)))
 }
 
-/// Operands are checked.
+/// Operands must have been checked.
 pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static str) -> Result<()> {
     let values = View::<f32>::new(values, op, "values")?;
     let values: &[f32] = &values;

@@ -11,7 +11,7 @@ use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::copied;
 
-/// Rotates the rows to their positions.
+/// Rotates the rows by the angles of their positions.
 pub fn rotate_rows<E: Elem>(
     qkv: &Tensor,
     table: &RopeTable,

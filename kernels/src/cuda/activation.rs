@@ -9,15 +9,15 @@ use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
 use crate::tensor::view::{rows_of, with_last};
 
 const FILE: &str = "activation";
-/// Vectors of 16 bytes that a thread of an elementwise kernel does.
+/// Vectors of 16 bytes that each thread of an elementwise kernel processes.
 const UNROLL: usize = 2;
 
-/// Elements in 16 bytes.
+/// Number of elements in 16 bytes.
 fn vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes().max(1)
 }
 
-/// The activation that kernels call `name`.
+/// Applies the activation with kernel name `name`.
 pub fn forward(name: &str, x: &Tensor, op: &'static str) -> Result<Tensor> {
     let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
     let xs = gpu.input(x, dtype, op, "x")?;
@@ -42,7 +42,7 @@ pub fn launch(
     })
 }
 
-/// The gradient of `x` of [`forward`].
+/// The gradient of [`forward`] with respect to `x`.
 pub fn backward(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result<Tensor> {
     let (gpu, dtype) = (Gpu::of(x, op)?, x.dtype());
     let (dys, xs) = (gpu.input(dy, dtype, op, "dy")?, gpu.input(x, dtype, op, "x")?);
@@ -51,7 +51,7 @@ pub fn backward(name: &str, dy: &Tensor, x: &Tensor, op: &'static str) -> Result
     Ok(dx)
 }
 
-/// A kernel each: neither is bound by arithmetic.
+/// Launches one kernel for each of the two results: neither is bound by arithmetic.
 pub fn backward_recompute(
     name: &str,
     dy: &Tensor,
@@ -76,7 +76,7 @@ pub fn launch_backward(
     })
 }
 
-/// Rows, and parts of a row, each a block.
+/// A block for each part of each row.
 fn grid(x: &Tensor, f: usize, op: &'static str) -> Result<[u32; 3]> {
     let (rows, _) = rows_of(x, op)?;
     Ok([blocks(op, rows, 1)?, blocks_y(op, f, THREADS as usize * vector(x.dtype()))?, 1])

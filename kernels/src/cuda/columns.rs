@@ -10,15 +10,15 @@ use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
 use crate::tensor::view::rows_of;
 
 const FILE: &str = "columns";
-/// Threads of a block that lie next to each other in a row.
+/// Threads of a block that are adjacent along a row.
 const LANES: usize = 32;
-/// Threads of a block that adds up the sums of shares.
+/// Threads per block for adding up the partial sums.
 const ADD_THREADS: u32 = 1024;
-/// Blocks that fill a GPU of 132 multiprocessors once, with three on each: a second round would
-/// leave many of them without work.
+/// Blocks that fill a GPU of 132 multiprocessors once, with three on each. A second wave would
+/// leave many multiprocessors idle.
 const BLOCKS: usize = 396;
-/// Rows that a block sums at least, so that there are few sums of shares to add up: as many as its
-/// threads load at once.
+/// Least rows per block, as many as its threads load at once. This keeps the number of partial sums
+/// small.
 const MIN_SHARE: usize = 64;
 
 /// `db [n] += Σ rows of dy [rows, n]`.
@@ -47,8 +47,8 @@ pub fn bias_grad(dy: &Tensor, db: &Tensor, op: &'static str) -> Result<()> {
     add_shares(&gpu, &partials, dbs, None, n, op)
 }
 
-/// Adds up sums of shares `[shares, width]`: those of the first `n` columns go to `first`, the
-/// others to `second`.
+/// Adds up partial sums `[shares, width]`: those of the first `n` columns go to `first`, the others
+/// to `second`.
 pub fn add_shares(
     gpu: &Gpu,
     partials: &Tensor,

@@ -1,4 +1,4 @@
-//! Cross entropy's pieces on a GPU: `cuda/cross_entropy.cu`.
+//! Cross entropy on a GPU: `cuda/cross_entropy.cu`.
 
 use candle_core::{DType, Tensor};
 
@@ -12,14 +12,14 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_dtype, expect_elements, rows_of};
 
 const FILE: &str = "cross_entropy";
-/// Threads of a block that makes a row's statistics, at most.
+/// Most threads of a block that computes a row's statistics.
 const ROW_THREADS: usize = 512;
-/// Bytes of rows that a multiprocessor's blocks may be at, if they are several: a hundred of them
-/// share a second-level cache of 50 MB.
+/// Bytes of rows that a multiprocessor's blocks may process at a time, if there are several: a
+/// hundred multiprocessors share an L2 cache of 50 MB.
 const BYTES_AT_ONCE: usize = 256 << 10;
 
 impl Columns {
-    /// First and number as kernels compare them: no target is beyond u32.
+    /// First column and number of columns as kernels compare them: no target exceeds u32.
     fn counts(self, op: &'static str) -> Result<(u32, u32)> {
         Ok((u32::try_from(self.first).unwrap_or(u32::MAX), items(op, self.valid)?))
     }
@@ -42,12 +42,12 @@ fn per_row(
     gpu.input(t, DType::F32, op, what)
 }
 
-/// Threads that share a row of `v` logits. The bits of its sum depend on them.
+/// Threads that share a row of `v` logits. The bits of its sum depend on this number.
 fn row_threads(v: usize, dtype: DType) -> u32 {
     v.div_ceil(vector(dtype)).next_multiple_of(32).min(ROW_THREADS) as u32
 }
 
-/// `[rows]` and `[2, rows]`; `columns` fit.
+/// Returns `[rows]` and `[2, rows]`; `columns` are checked.
 pub fn row_statistics(
     logits: &Tensor,
     targets: &Tensor,
@@ -90,7 +90,7 @@ pub fn rebase(
     })
 }
 
-/// `total` is one element, `sums` `[2, rows]`, `mask` of as many rows.
+/// `total` has one element, `sums` is `[2, rows]`, `mask` has as many rows.
 pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str) -> Result<()> {
     let (gpu, rows) = (Gpu::of(sums, op)?, items(op, mask.elem_count())?);
     let (from, weights) =
@@ -101,8 +101,8 @@ pub fn add_losses(total: &Tensor, sums: &Tensor, mask: &Tensor, op: &'static str
     })
 }
 
-/// The gradient of `logits` in their place, or written to `into`, of the same shape and another
-/// storage, where that is given: then `logits` are f32.
+/// Replaces `logits` by their gradient, or writes it to `into`, if given: a tensor of the same
+/// shape in another storage. `logits` are then f32.
 pub fn backward(
     logits: &Tensor,
     into: Option<&Tensor>,
@@ -144,8 +144,8 @@ pub fn backward(
     })
 }
 
-/// Sums `[2, rows]` and gradient of rows that no other rank has a part of, as [`row_statistics`]
-/// and then [`backward`] make them; none, where there is no kernel for that, with nothing done: of
+/// Sums `[2, rows]` and gradient of rows that lie entirely on this rank, as by [`row_statistics`]
+/// and then [`backward`]. Returns none, and does nothing, if there is no kernel for the case:
 /// logits that are not f32, or not in vectors.
 pub fn fused(
     logits: &Tensor,

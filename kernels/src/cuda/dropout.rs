@@ -10,7 +10,7 @@ use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
 use crate::tensor::view::rows_of;
 
-/// Samples whose numbers fit in a launch.
+/// Number of samples that fit into a launch.
 const SAMPLES: usize = 64;
 
 /// `Mask` of `cuda/dropout.cu`.
@@ -44,7 +44,7 @@ impl Samples {
         }
     }
 
-    /// All samples, which kernels read on the device.
+    /// All samples; kernels read them on the device.
     fn on_device(mask: &Mask, at: DevicePointer) -> Self {
         Self {
             key: mask.without_step,
@@ -54,7 +54,7 @@ impl Samples {
         }
     }
 
-    /// The samples from number `first_sample` on, as many as fit.
+    /// The samples from index `first_sample` on, as many as fit.
     fn new(mask: &Mask, first_sample: usize) -> Self {
         let mut samples = [0; SAMPLES];
         let rest = &mask.tokens.samples[first_sample..];
@@ -92,8 +92,8 @@ pub fn apply(
     Ok(y)
 }
 
-/// From `x` into `y`, which may be `x`, of `rows` rows of `h` elements: plus `[bias, residual]`,
-/// those that there are.
+/// From `x` into `y`, which may be `x`, for `rows` rows of `h` elements; adds those of `[bias,
+/// residual]` that are given.
 pub fn launch_add(
     gpu: &Gpu,
     [xs, ys]: [DevicePointer; 2],
@@ -117,7 +117,7 @@ pub fn launch_add(
             if !vectors {
                 args.u32(width);
             }
-            // SAFETY: both are laid out as in C, and as the kernel's; neither has padding.
+            // SAFETY: both have C layout, equal to the kernel's; neither has padding.
             unsafe { args.structure(&per_row).structure(&by_batch).structure(&samples) };
         })
     };

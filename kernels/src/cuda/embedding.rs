@@ -9,7 +9,7 @@ use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{Gpu, THREADS};
 
 const FILE: &str = "embedding";
-/// Tokens of a run that one block sums.
+/// Tokens per segment: one block sums a segment of a run.
 const SEGMENT: usize = 64;
 /// Tokens that one block of `embedding_sort` sorts.
 const TILE: usize = 2048;
@@ -42,19 +42,19 @@ pub fn forward(
         0,
         |args| {
             args.ptr(is).ptr(ws).ptr(ys).u32(count).u32(first_row).u32(rows);
-            // SAFETY: laid out as in C, and as the kernel's; without padding.
+            // SAFETY: C layout, equal to the kernel's; no padding.
             unsafe { args.structure(&divider) };
         },
     )?;
     Ok(y)
 }
 
-/// The first row's id as kernels compare it: no id is beyond u32.
+/// The first row's id as kernels compare it: no id exceeds u32.
 fn first(row: usize) -> u32 {
     u32::try_from(row).unwrap_or(u32::MAX)
 }
 
-/// `dweight [rows, h]` is f32, `dy` has the shape of `ids` and then `h`.
+/// `dweight [rows, h]` is f32; `dy` has the shape of `ids` followed by `h`.
 pub fn backward(
     dy: &Tensor,
     ids: &Tensor,

@@ -1,8 +1,9 @@
-//! Linear layers on a GPU: products by cuBLASLt, biases by its epilogue where it has one, else by
-//! `cuda/linear.cu`; GELU by its epilogue, and residuals by the product itself, where that is
-//! faster, else by `cuda/activation.cu` and `cuda/dropout.cu`.
+//! Linear layers on a GPU. cuBLASLt computes the products. Its epilogue adds biases where it can;
+//! otherwise `cuda/linear.cu` does. GELU runs in the epilogue, and residuals are added by the
+//! product itself, where that is faster; otherwise `cuda/activation.cu` and `cuda/dropout.cu` do
+//! it.
 //!
-//! The emulator has no cuBLASLt: there products are the CPU's.
+//! The emulator has no cuBLASLt: there the CPU computes the products.
 
 use candle_core::{DType, Tensor};
 
@@ -17,7 +18,7 @@ use crate::{Error, Result};
 
 const FILE: &str = "linear";
 
-/// A new tensor of `shape`, or the one to write into.
+/// A new tensor of `shape`, or `into` if given.
 fn result(
     gpu: &Gpu,
     into: Option<&Tensor>,
@@ -31,7 +32,7 @@ fn result(
     }
 }
 
-/// `x · wᵀ`, `x` of `rows` rows and `w` [n, k], both of `dtype`, into `y`.
+/// `x · wᵀ` into `y`; `x` has `rows` rows, `w` is [n, k], both are of `dtype`.
 fn times_weight_transposed(
     [x, w, y]: [DevicePointer; 3],
     [rows, k, n]: [usize; 3],
@@ -50,7 +51,7 @@ fn times_weight_transposed(
     }
 }
 
-/// `dy · w`, `dy` of `rows` rows and `w` [n, k], all of `dtype`, into `dx`.
+/// `dy · w` into `dx`; `dy` has `rows` rows, `w` is [n, k], all are of `dtype`.
 fn times_weight(
     [dy, w, dx]: [DevicePointer; 3],
     [rows, k, n]: [usize; 3],
@@ -76,7 +77,7 @@ fn none(op: &'static str, [rows, n, k]: [usize; 3]) -> Error {
     )
 }
 
-/// `x · wᵀ + bias` of dtype `y_dtype`, new or into `into`. Shapes were checked.
+/// `x · wᵀ + bias` of dtype `y_dtype`, in a new tensor or in `into`. Shapes must have been checked.
 pub fn forward(
     x: &Tensor,
     w: &Tensor,
@@ -91,7 +92,7 @@ pub fn forward(
     let (xs, ws) = (gpu.input(x, dtype, op, "x")?, gpu.input(w, dtype, op, "weight")?);
     let bias = bias.map(|bias| gpu.input(bias, dtype, op, "bias")).transpose()?;
     let (y, ys) = result(&gpu, into, with_last(x, n), y_dtype, op)?;
-    // The epilogue's bias is of the result's dtype, and aligned.
+    // The epilogue requires a bias of the result's dtype, and aligned.
     let in_epilogue = bias.filter(|bias| dtype == y_dtype && is_aligned(*bias));
     let epilogue = in_epilogue.map_or(Epilogue::None, Epilogue::Bias);
     let mut product = times_weight_transposed([xs, ws, ys], [rows, k, n], dtype, y_dtype, epilogue);
@@ -114,13 +115,13 @@ pub fn forward(
     Ok(y)
 }
 
-/// What epilogues ask of the address of a bias or of what goes with a result.
+/// Whether an address has the alignment that epilogues require of biases and auxiliary matrices.
 fn is_aligned(at: DevicePointer) -> bool {
     at.address().is_multiple_of(16)
 }
 
-/// `x · wᵀ + bias + residual` into `y`: by the product, which rounds once, where that is faster.
-/// Shapes were checked.
+/// `x · wᵀ + bias + residual` into `y`. The product adds the residual, with one rounding, where
+/// that is faster. Shapes must have been checked.
 pub fn forward_add(
     x: &Tensor,
     w: &Tensor,
@@ -163,14 +164,15 @@ pub fn forward_add(
 }
 
 /// Whether cuBLASLt may apply GELU, or its gradient, to results of `n` columns: rows of GELU's
-/// argument are multiples of 16 bytes. f32 is left to the kernels, whose error is known.
+/// argument must be multiples of 16 bytes. f32 stays with our kernels, because their error is
+/// known.
 fn takes_gelu(dtype: DType, n: usize, operands: &[DevicePointer]) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
         && n.is_multiple_of(8)
         && operands.iter().all(|at| is_aligned(*at))
 }
 
-/// `h = x · wᵀ + bias` and `gelu(h)`. Shapes were checked.
+/// `h = x · wᵀ + bias` and `gelu(h)`. Shapes must have been checked.
 pub fn forward_gelu(
     x: &Tensor,
     w: &Tensor,
@@ -200,7 +202,8 @@ pub fn forward_gelu(
     Ok((hidden, y))
 }
 
-/// The gradient of `hidden` if `dy · w` is that of `gelu(hidden)`. Shapes were checked.
+/// The gradient of `hidden`, given that `dy · w` is the gradient of `gelu(hidden)`. Shapes must
+/// have been checked.
 pub fn dgrad_gelu(
     dy: &Tensor,
     w: &Tensor,
@@ -229,7 +232,7 @@ pub fn dgrad_gelu(
     Ok(dx)
 }
 
-/// As [`forward`], into `y`, of the operands' dtype or f32.
+/// As [`forward`], into `y`, which has the operands' dtype or f32.
 pub fn forward_into(
     x: &Tensor,
     w: &Tensor,
@@ -242,7 +245,7 @@ pub fn forward_into(
     forward(x, w, bias, dims, dtype, Some(y), op).map(|_| ())
 }
 
-/// `dy · w`, new or into `into`. Shapes were checked.
+/// `dy · w`, in a new tensor or in `into`. Shapes must have been checked.
 pub fn dgrad(
     dy: &Tensor,
     w: &Tensor,
@@ -258,7 +261,7 @@ pub fn dgrad(
     if product.run(&gpu)? { Ok(dx) } else { Err(none(op, [rows, k, n])) }
 }
 
-/// `dw += dyᵀ · x`, in f32. Shapes were checked.
+/// `dw += dyᵀ · x`, in f32. Shapes must have been checked.
 pub fn wgrad(
     dy: &Tensor,
     x: &Tensor,

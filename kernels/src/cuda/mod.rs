@@ -1,7 +1,7 @@
-//! Computation on GPUs: a module for each of [`ops`](crate::ops), which launches kernels of `cuda/`
-//! on the stream of the tensors' device, or calls cuBLASLt.
+//! Computation on GPUs: a module for each of [`ops`](crate::ops). It launches kernels of `cuda/` on
+//! the stream of the tensors' device, or calls cuBLASLt.
 //!
-//! Nothing here waits for the device: an operation returns when its kernels are queued.
+//! An operation returns when its kernels are queued; nothing here waits for the device.
 
 pub(crate) mod activation;
 pub(crate) mod attention;

@@ -11,28 +11,28 @@ use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{Gpu, THREADS};
 use crate::tensor::view::rows_of;
 
-/// Threads of a block whose warps have a row each.
+/// Threads per block if each warp has its own row.
 const WARPS: u32 = 128;
-/// Most threads of a block of backward that have all the registers they want.
+/// Most threads per block with which backward has all the registers it needs.
 const ROOMY: u32 = 512;
-/// Elements that each thread of a block has of a row that the block shares.
+/// Elements per thread of a row that a block shares.
 const PER_THREAD: usize = 16;
 
-/// How rows are cut over threads.
+/// Distribution of rows over threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cut {
-    /// A row to a warp, so many elements to a thread.
+    /// One row per warp, with this many elements per thread.
     Warp(usize),
-    /// A row to a block of so many threads.
+    /// One row per block of this many threads.
     Block(u32),
-    /// A row to a block, in several readings: rows that are too wide, or that vectors do not
-    /// divide.
+    /// One row per block, read several times: for rows that are too wide, or not a multiple of the
+    /// vector.
     Any,
 }
 
 impl Cut {
-    /// Of rows of `h` elements; `per_lane` lists what kernels for warps there are, `widest` is the
-    /// last for blocks.
+    /// For rows of `h` elements. `per_lane` lists the kernels for warps; `widest` is the widest row
+    /// that kernels for blocks take.
     fn new(h: usize, vectors: bool, per_lane: &[usize], widest: usize) -> Self {
         match per_lane.iter().find(|&&elements| 32 * elements >= h) {
             _ if !vectors => Self::Any,
@@ -58,8 +58,8 @@ impl Cut {
         }
     }
 
-    /// Rows that one block of backward walks, of `rows`: enough blocks for a large GPU, few enough
-    /// that their sums are cheap to add up.
+    /// Rows out of `rows` that one block of backward processes: enough blocks for a large GPU, few
+    /// enough that their sums are cheap to add up.
     fn share(self, rows: usize) -> usize {
         let (blocks, least) = match self {
             Self::Warp(0..=16) => (528, 8),
@@ -74,7 +74,7 @@ impl Cut {
     }
 }
 
-/// LayerNorm where there is a bias, RMSNorm where there is none. The shapes fit.
+/// LayerNorm if there is a bias, else RMSNorm. Shapes must have been checked.
 pub fn forward(
     x: &Tensor,
     weight: &Tensor,
@@ -109,7 +109,7 @@ pub fn forward(
     Ok((y, NormStats { mean: mean.map(|m| m.0), rstd }))
 }
 
-/// The shapes fit.
+/// Shapes must have been checked.
 pub fn backward(of: &Backward, op: &'static str) -> Result<Tensor> {
     let (x, dtype) = (of.x, of.x.dtype());
     let (gpu, suffix) = (Gpu::of(x, op)?, suffix(dtype, op)?);

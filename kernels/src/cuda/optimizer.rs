@@ -11,9 +11,9 @@ use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{Args, Gpu, THREADS};
 
-/// Segments of one launch.
+/// Segments per launch.
 const SEGMENTS: usize = 64;
-/// Elements that a thread steps.
+/// Elements per thread.
 const PER_THREAD: usize = 4;
 
 /// `Segments` of `cuda/optimizer.cu`.
@@ -66,7 +66,7 @@ struct Momentum {
     momentum: f32,
 }
 
-/// The segments are all of the operands, which fit.
+/// The segments cover all of the operands, which must have been checked.
 pub fn adamw(
     of: &Operands,
     h: &AdamW,
@@ -95,7 +95,7 @@ pub fn adamw(
         step_size,
     };
     let segments: Vec<_> = segments.iter().map(|s| (s.len, rule(s).keep, s.rounding)).collect();
-    // SAFETY: laid out as in C, and as the kernel's; without padding.
+    // SAFETY: C layout, equal to the kernel's; no padding.
     step(of, ["m", "v"], "adamw", verdict, &segments, op, |args| unsafe {
         args.structure(&adam);
     })
@@ -118,8 +118,8 @@ pub fn sgd(
     })
 }
 
-/// Those of each launch: up to [`SEGMENTS`], whose elements together threads' steps divide where
-/// that can be, so that the next launch has them in vectors, too.
+/// The segments of each launch: up to [`SEGMENTS`]. Where possible, their total is a multiple of
+/// [`PER_THREAD`], so that the next launch can use vectors, too.
 fn chunks(
     mut segments: &[(usize, f32, StochasticRounding)],
 ) -> impl Iterator<Item = &[(usize, f32, StochasticRounding)]> {
@@ -138,8 +138,8 @@ fn chunks(
     })
 }
 
-/// `segments` are of elements, what the kernel does with their weights, and how it rounds second
-/// moments.
+/// Each of `segments` has its number of elements, its weight-decay factor for the kernel, and the
+/// rounding of second moments.
 fn step(
     of: &Operands,
     names: [&'static str; 2],
@@ -155,7 +155,7 @@ fn step(
     let inplace = |t: &Tensor, name| {
         gpu.inplace(t, t.dtype(), op, name).map(|at| (at, t.dtype().size_in_bytes()))
     };
-    // The operands' check has seen the dtypes of states.
+    // The operands' check has verified the dtypes of states.
     let (first, first_size) = inplace(of.first, names[0])?;
     let second = of.second.map(|t| inplace(t, names[1])).transpose()?;
     let weight = of.weight.map(|t| inplace(t, "weight")).transpose()?;

@@ -1,10 +1,10 @@
-//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, results added to what is there,
+//! Matrix products by cuBLASLt: 16-bit operands with sums in f32, accumulation into the result, and
 //! biases and GELU in the same kernel.
 //!
-//! For each kind of product that occurs, cuBLASLt proposes algorithms; the fastest of them on the
-//! first operands is kept. (Measuring waits for the device, once per shape; [`set_tuning`] has the
-//! first proposal taken instead, as is done while a graph is captured.) cuBLAS counts in columns: a
-//! row-major `[rows, width]` is its column-major `width × rows`.
+//! For each kind of product, cuBLASLt proposes algorithms; the fastest on the first operands is
+//! kept. Measuring waits for the device, once per shape. With [`set_tuning`], and while a graph is
+//! captured, the first proposal is taken instead. cuBLAS is column-major: a row-major `[rows,
+//! width]` is its column-major `width × rows`.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -19,24 +19,24 @@ use cudarc::driver::{CudaSlice, CudaStream, result as driver, sys as cu};
 use crate::tensor::gpu::{DevicePointer, Gpu};
 use crate::{Error, Result};
 
-/// Memory that algorithms may use besides operands and result; what NVIDIA recommends for Hopper.
+/// Memory that algorithms may use besides operands and result; NVIDIA's recommendation for Hopper.
 const WORKSPACE: usize = 32 << 20;
-/// Proposals that are measured, how often all of them, and how often each in a row. A GPU's clocks
-/// fall as it works, so they are measured in turns.
+/// Number of proposals that are measured, rounds over all of them, and repetitions in a row. A
+/// GPU's clock falls as it works, so the proposals take turns.
 const PROPOSALS: usize = 8;
 const ROUNDS: usize = 4;
 const REPEATS: usize = 3;
 
 static TUNING: AtomicBool = AtomicBool::new(true);
 
-/// Whether algorithms are chosen by measuring them (the default) or are cuBLASLt's first proposal,
-/// which is the same in every process.
+/// Whether to choose algorithms by measuring (the default). Otherwise cuBLASLt's first proposal is
+/// used, which is the same in every process.
 pub fn set_tuning(measure: bool) {
     TUNING.store(measure, Ordering::Relaxed);
 }
 
-/// An operand as it is stored: row-major `[rows, columns]`, contiguous; `transposed` if the product
-/// takes its transpose.
+/// An operand as stored: row-major `[rows, columns]`, contiguous; `transposed` if the product takes
+/// its transpose.
 #[derive(Clone, Copy)]
 pub struct Operand {
     pub at: DevicePointer,
@@ -46,18 +46,19 @@ pub struct Operand {
     pub transposed: bool,
 }
 
-/// What is done to a product before it is stored. Pointers are to elements of the result's dtype.
+/// Operations on a product before it is stored. Pointers are to elements of the result's dtype.
 #[derive(Clone, Copy)]
 pub enum Epilogue {
     None,
-    /// `bias [columns]` is added.
+    /// Adds `bias [columns]`.
     Bias(DevicePointer),
-    /// GELU by tanh of the product and its bias, which is stored, too: `before [rows, columns]`.
+    /// GELU (tanh approximation) of the product plus bias. That sum is also stored: `before [rows,
+    /// columns]`.
     Gelu {
         bias: Option<DevicePointer>,
         before: DevicePointer,
     },
-    /// The product is the gradient of GELU's result; its argument was `before [rows, columns]`.
+    /// The product is the gradient of GELU's result; GELU's argument is `before [rows, columns]`.
     GeluBackward {
         before: DevicePointer,
     },
@@ -99,15 +100,15 @@ pub struct Product {
     pub y: DevicePointer,
     pub y_dtype: DType,
     pub epilogue: Epilogue,
-    /// Whether the product is added to what `y` holds.
+    /// Whether the product is added to the contents of `y`.
     pub accumulate: bool,
-    /// What is added before the result is rounded, `[rows, columns]` of its dtype.
+    /// A matrix `[rows, columns]` of the result's dtype, added before the result is rounded.
     pub residual: Option<DevicePointer>,
 }
 
-/// All that the choice of an algorithm depends on. Whether the product is added to what is there is
-/// not among it: an algorithm sums in one order, so the first of the products that add to a result
-/// gives the same bits whether it is written or added to zeros.
+/// Everything that the choice of an algorithm depends on. Accumulation is not included: an
+/// algorithm has one order of summation, so the first product that adds to a result gives the same
+/// bits whether it is written or added to zeros.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     dims: [usize; 3],
@@ -115,31 +116,31 @@ struct Key {
     dtypes: [DType; 3],
     epilogue: u32,
     residual: bool,
-    /// Of a, b, y, what the epilogue reads or writes, and the residual, as powers of two up to 256.
+    /// Alignments of a, b, y, the epilogue's operands, and the residual: powers of two up to 256.
     alignments: [u32; 6],
 }
 
-/// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are as
-/// many as shapes in a model.
+/// cuBLASLt's description of a product, and the algorithm for it. Never destroyed: there are only
+/// as many as shapes in a model.
 struct Plan {
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
-    /// Microseconds and number of proposals it was chosen from, if it was measured.
+    /// Microseconds, and the number of proposals it was chosen from, if it was measured.
     measured: Option<(f32, usize)>,
 }
 
-/// What the products of one stream share; they run one after the other.
+/// Shared by the products of one stream, which run one after the other.
 struct Products {
     stream: Arc<CudaStream>,
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
     plans: HashMap<Key, Plan>,
-    /// Of products with an epilogue, whether it pays.
+    /// For products with an epilogue, whether the epilogue pays.
     pays: HashMap<Key, bool>,
 }
 
-// SAFETY: cuBLASLt's objects belong to no thread, and this one is used under a lock.
+// SAFETY: cuBLASLt's objects belong to no thread, and these are used under a lock.
 unsafe impl Send for Products {}
 
 static PRODUCTS: Mutex<Vec<Arc<Mutex<Products>>>> = Mutex::new(Vec::new());
@@ -161,13 +162,13 @@ fn data_type(dtype: DType) -> Result<sys::cudaDataType> {
     }
 }
 
-/// The largest power of two, up to 256, that an address is a multiple of.
+/// The largest power of two, up to 256, that divides an address.
 fn alignment(at: DevicePointer) -> u32 {
     1 << at.address().trailing_zeros().min(8)
 }
 
 impl Product {
-    /// Rows and columns of the result, and what is summed over.
+    /// Rows and columns of the result, and the inner dimension.
     fn dims(&self) -> [usize; 3] {
         let [rows, inner] = if self.a.transposed {
             [self.a.columns, self.a.rows]
@@ -198,17 +199,17 @@ impl Product {
         }
     }
 
-    /// Queues it. False if cuBLASLt has no algorithm for it.
+    /// Queues the product. False if cuBLASLt has no algorithm for it.
     ///
     /// # Errors
-    /// What cuBLASLt or the driver says.
+    /// Those of cuBLASLt or the driver.
     pub fn run(&self, gpu: &Gpu) -> Result<bool> {
         let [rows, columns, inner] = self.dims();
         if rows == 0 || columns == 0 {
             return Ok(true);
         }
         if inner == 0 {
-            // The sum of nothing, which cuBLASLt does not take.
+            // An empty sum, which cuBLASLt does not accept.
             let plain = matches!(self.epilogue, Epilogue::None) && self.residual.is_none();
             if plain && !self.accumulate {
                 gpu.zero(self.y, rows * columns, self.y_dtype.size_in_bytes(), "linear")?;
@@ -234,12 +235,12 @@ impl Product {
         Ok(true)
     }
 
-    /// Whether this product, with its epilogue or residual, is faster than `apart` and the kernels
-    /// that `rest` queues. Measured once, on operands and results as they are, which both ways
-    /// overwrite; where nothing is measured, whether cuBLASLt has this one.
+    /// Whether this product, with its epilogue or residual, is faster than `apart` followed by the
+    /// kernels that `rest` queues. Measured once, on the actual operands and results; both variants
+    /// overwrite the results. If nothing is measured: whether cuBLASLt supports this product.
     ///
     /// # Errors
-    /// What cuBLASLt, the driver or `rest` says.
+    /// Those of cuBLASLt, the driver or `rest`.
     pub fn pays(&self, gpu: &Gpu, apart: &Self, rest: &dyn Fn() -> Result<()>) -> Result<bool> {
         let [rows, columns, inner] = self.dims();
         if rows == 0 || columns == 0 || inner == 0 {
@@ -263,7 +264,7 @@ impl Product {
                 let time = |product: &Self, plan: &Plan| {
                     products.measure(product, plan, &plan.algorithm, product.y)
                 };
-                // One that cannot run does not pay.
+                // A product that cannot run does not pay.
                 time(self, fused).unwrap_or(f32::INFINITY)
                     < time(apart, plain)? + products.time(rest)?
             }
@@ -278,7 +279,7 @@ impl Product {
     }
 }
 
-/// Whether a graph is being captured on the stream, so that nothing may wait for it.
+/// Whether a graph is being captured on the stream. Then nothing may wait for the stream.
 fn is_capturing(stream: &CudaStream) -> Result<bool> {
     // SAFETY: the stream exists.
     let status =
@@ -291,7 +292,7 @@ impl Products {
         let stream = gpu.stream();
         stream.context().bind_to_thread().map_err(driver_failed)?;
         let mut all = PRODUCTS.lock().unwrap_or_else(PoisonError::into_inner);
-        // A stream that an entry holds is not destroyed, so its handle is no other stream's.
+        // An entry keeps its stream alive, so no other stream has its handle.
         let of_stream = |entry: &&Arc<Mutex<Self>>| {
             let entry = entry.lock().unwrap_or_else(PoisonError::into_inner);
             Arc::ptr_eq(&entry.stream, stream)
@@ -327,12 +328,12 @@ impl Products {
             (1.0_f32, if product.accumulate || product.residual.is_some() { 1.0_f32 } else { 0.0 });
         let [b, a, c] = plan.layouts;
         let (workspace, _) = self.workspace.device_ptr(&self.stream);
-        // SAFETY: operands are of the sizes that the layouts say, which the operations have
-        // checked; the stream's products use the workspace one after the other. Scalars are read
-        // before the call returns.
+        // SAFETY: operands have the sizes of the layouts, which the operations have checked; the
+        // stream's products use the workspace one after the other. Scalars are read before the call
+        // returns.
         unsafe {
             point(plan.description, product.epilogue)?;
-            // Columns of cuBLAS are rows here: yᵀ = bᵀ · aᵀ.
+            // Columns in cuBLAS are rows here: yᵀ = bᵀ · aᵀ.
             lt::matmul(
                 self.handle,
                 plan.description,
@@ -354,7 +355,7 @@ impl Products {
         }
     }
 
-    /// Describes a product and chooses its algorithm; none if there is none.
+    /// Describes a product and chooses its algorithm; none if there is no algorithm.
     fn plan(&self, gpu: &Gpu, product: &Product, measure: bool) -> Result<Option<Plan>> {
         let describing = failed("describing a product");
         let (description, layouts) = describe(product, &describing)?;
@@ -366,7 +367,7 @@ impl Products {
         if !measure || proposals.len() == 1 {
             return Ok(Some(plan));
         }
-        // What is added to must not be added to again and again.
+        // Measuring must not add to the real result repeatedly.
         let [rows, columns, _] = product.dims();
         let scratch = if product.accumulate {
             Some(gpu.output((rows, columns), product.y_dtype, "product by cuBLASLt")?)
@@ -378,7 +379,7 @@ impl Products {
         let mut times = vec![0.0_f32; count];
         for _ in 0..ROUNDS {
             for (proposal, time) in proposals.iter().zip(&mut times) {
-                // One that cannot run is not taken.
+                // A proposal that cannot run is not taken.
                 *time += self.measure(product, &plan, &proposal.algo, y).unwrap_or(f32::INFINITY);
             }
         }
@@ -408,8 +409,8 @@ impl Products {
         let mut count = 0;
         let [of_a, of_b, of_y, _, _, of_residual] = product.key().alignments;
         let of_c = if product.residual.is_some() { of_residual } else { of_y };
-        // SAFETY: the objects exist; each attribute has the type that it is documented to have;
-        // `found` has the room that is asked for.
+        // SAFETY: the objects exist; each attribute has its documented type; `found` has the
+        // requested room.
         let status = unsafe {
             let set = |attribute, value: &dyn Fn() -> (*const c_void, usize)| {
                 let (at, size) = value();
@@ -472,7 +473,7 @@ impl Products {
         self.time(&|| self.queue(product, plan, algorithm, y).map_err(failed("measuring")))
     }
 
-    /// Milliseconds of what `queue` queues.
+    /// Milliseconds of the work that `queue` queues.
     fn time(&self, queue: &dyn Fn() -> Result<()>) -> Result<f32> {
         let event = || {
             self.stream
@@ -511,7 +512,7 @@ unsafe fn set<T>(
     }
 }
 
-/// Tells a description where an epilogue's operands are.
+/// Sets the addresses of an epilogue's operands in a description.
 ///
 /// # Safety
 /// The description exists.
@@ -534,7 +535,7 @@ unsafe fn point(
 
 type Description = (sys::cublasLtMatmulDesc_t, [sys::cublasLtMatrixLayout_t; 3]);
 
-/// The product and its matrices as cuBLASLt sees them: transposed, the second operand first.
+/// The product and its matrices in cuBLASLt's view: transposed, the second operand first.
 fn describe(
     product: &Product,
     describing: &impl Fn(lt::CublasError) -> Error,
@@ -557,7 +558,7 @@ fn describe(
     );
     let layouts = [layout(&product.b)?, layout(&product.a)?, y.map_err(describing)?];
     let operation = |transposed| i32::from(transposed); // CUBLAS_OP_N, CUBLAS_OP_T
-    // SAFETY: the description exists; each attribute has the type that it is documented to have.
+    // SAFETY: the description exists; each attribute has its documented type.
     unsafe {
         set(description, D::CUBLASLT_MATMUL_DESC_TRANSA, &operation(product.b.transposed))
             .map_err(describing)?;

@@ -15,7 +15,7 @@ pub fn add(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     let (gpu, dtype, suffix) = (Gpu::of(dst, op)?, dst.dtype(), suffix(dst.dtype(), op)?);
     let (n, size) = (dst.elem_count(), dtype.size_in_bytes());
     let (to, from) = (gpu.inplace(dst, dtype, op, "dst")?, gpu.input(src, dtype, op, "src")?);
-    // What another thread overwrites has to be read before.
+    // Overlapping elements must be read before another thread overwrites them.
     let overlap =
         same_storage(dst, src) && to.address().abs_diff(from.address()) < (n * size) as u64;
     let kept = if overlap { Some(gpu.output(n, dtype, op)?) } else { None };
@@ -28,7 +28,7 @@ pub fn add(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     })
 }
 
-/// `t *= factor`, rounded to f32.
+/// `t *= factor`, with `factor` rounded to f32.
 pub fn scale(t: &Tensor, factor: f64, op: &'static str) -> Result<()> {
     let (gpu, dtype, suffix) = (Gpu::of(t, op)?, t.dtype(), suffix(t.dtype(), op)?);
     let (to, n) = (gpu.inplace(t, dtype, op, "tensor")?, t.elem_count());
@@ -83,7 +83,7 @@ pub fn cast(dst: &Tensor, src: &Tensor, op: &'static str) -> Result<()> {
     })
 }
 
-/// The halves of f32 `values` ([`crate::ops::remainders`]), of equal sizes.
+/// Splits f32 `values` into halves ([`crate::ops::remainders`]) of equal sizes.
 pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static str) -> Result<()> {
     let (gpu, n) = (Gpu::of(high, op)?, values.elem_count());
     let (from, highs) =
@@ -94,9 +94,9 @@ pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>, op: &'static 
     })
 }
 
-/// Tensors of one launch of `cuda/squares.cu`.
+/// Tensors per launch of `cuda/squares.cu`.
 const TENSORS: usize = 128;
-/// Elements of a partial sum.
+/// Elements per partial sum.
 const BLOCK: usize = 4096;
 
 /// `Tensors` of `cuda/squares.cu`.
@@ -110,7 +110,7 @@ struct Tensors {
     unused: u32,
 }
 
-/// Their sum, in order: f64 `[1]` of f64 `[n]`.
+/// The sum of f64 `[n]`, added in order: f64 `[1]`.
 pub fn sum_in_order(values: &Tensor, op: &'static str) -> Result<Tensor> {
     let gpu = Gpu::of(values, op)?;
     let (from, n) = (gpu.input(values, DType::F64, op, "values")?, items(op, values.elem_count())?);
@@ -121,7 +121,7 @@ pub fn sum_in_order(values: &Tensor, op: &'static str) -> Result<Tensor> {
     Ok(sum)
 }
 
-/// The values of a [`Verdict`](crate::ops::clip::Verdict) from shares of the squared norm, f64
+/// The values of a [`Verdict`](crate::ops::clip::Verdict) from parts of the squared norm, f64
 /// `[n]`.
 pub fn judge(shares: &Tensor, max_norm: f32, loss_scale: f64, op: &'static str) -> Result<Tensor> {
     let gpu = Gpu::of(shares, op)?;
@@ -163,7 +163,7 @@ pub fn sums_of_squares(xs: &[&Tensor], op: &'static str) -> Result<Tensor> {
             THREADS,
             0,
             |args| {
-                // SAFETY: laid out as in C, and as the kernel's; without padding.
+                // SAFETY: C layout, equal to the kernel's; no padding.
                 unsafe { args.structure(&table) };
                 args.ptr(partials);
             },

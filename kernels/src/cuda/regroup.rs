@@ -1,4 +1,4 @@
-//! Rows in another order on a GPU: `cuda/regroup.cu`.
+//! Reorders rows on a GPU: `cuda/regroup.cu`.
 
 use candle_core::Tensor;
 
@@ -7,10 +7,10 @@ use crate::tensor::gpu::items::{Divider, in_vectors, items, vector};
 use crate::tensor::gpu::launch::blocks;
 use crate::tensor::gpu::{Gpu, THREADS};
 
-/// Items that a thread of `cuda/regroup.cu` copies.
+/// Items that each thread of `cuda/regroup.cu` copies.
 const UNROLL: usize = 4;
 
-/// `y[j, i] = x[i, j]` of rows of `[a, b, …]`; `shape` is the result's.
+/// `y[j, i] = x[i, j]` for rows of `[a, b, …]`; `shape` is the result's.
 pub fn swap_leading(
     x: &Tensor,
     a: usize,

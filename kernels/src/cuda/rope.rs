@@ -24,7 +24,7 @@ struct Heads {
     last: u32,
 }
 
-/// Rotates `qkv [s, b, width]`; shapes and positions fit the table.
+/// Rotates `qkv [s, b, width]`; shapes must have been checked, and positions lie within the table.
 pub fn rotate(
     qkv: &Tensor,
     table: &RopeTable,
@@ -42,7 +42,7 @@ pub fn rotate(
     if half == 0 || s * b == 0 {
         return Ok(());
     }
-    // One offset for all samples goes with the launch, other positions as a list.
+    // A common offset is an argument of the launch; other positions are passed as a list.
     let (offset, list) = match positions {
         Positions::Rows(rows) => (0, Some(rows.clone())),
         Positions::Offsets([first, rest @ ..]) if rest.iter().all(|o| o == first) => (*first, None),
@@ -71,7 +71,7 @@ pub fn rotate(
     let grid = [blocks(op, count as usize, THREADS as usize)?, 1, 1];
     gpu.launch("rope", &format!("rope{}_{suffix}", variant(vectors)), grid, THREADS, 0, |args| {
         args.ptr(qkvs).ptr(cos).ptr(sin).optional(listed).u32(offset).u32(count).f32(sign);
-        // SAFETY: laid out as in C, and as the kernel's; without padding.
+        // SAFETY: C layout, equal to the kernel's; no padding.
         unsafe { args.structure(&heads) };
     })
 }

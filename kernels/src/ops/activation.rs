@@ -1,8 +1,8 @@
 //! GELU (Hendrycks & Gimpel 2016, tanh approximation), ReLU, squared ReLU (So et al. 2021) and
 //! SwiGLU (Shazeer 2020).
 //!
-//! Products read the results: on a CPU their rows lie a line further apart where they would crowd
-//! its caches.
+//! Matrix products read the results. On a CPU the rows of a result are therefore padded by a cache
+//! line where they would otherwise conflict in its caches.
 
 use candle_core::Tensor;
 
@@ -40,12 +40,12 @@ fn gradient_and_value<A: Activation>(
 /// `y = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))`, elementwise.
 ///
 /// # Errors
-/// If `x` is not contiguous or no float.
+/// If `x` is not contiguous or its dtype is not a float.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     value::<Gelu>(x, "gelu")
 }
 
-/// The gradient of `x` of [`gelu`].
+/// The gradient of [`gelu`] with respect to `x`.
 ///
 /// # Errors
 /// As [`gelu`], or if the shapes or dtypes differ.
@@ -53,8 +53,8 @@ pub fn gelu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     gradient::<Gelu>(dy, x, "gelu_backward")
 }
 
-/// The gradient of `x` of [`gelu`], and `gelu(x)` again, bit for bit: for a backward whose
-/// forward did not keep it.
+/// The gradient of [`gelu`] with respect to `x`, and `gelu(x)` recomputed, bit for bit: for a
+/// backward pass if forward did not keep `gelu(x)`.
 ///
 /// # Errors
 /// As [`gelu_backward`].
@@ -65,12 +65,12 @@ pub fn gelu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
 /// `y = max(x, 0)`, elementwise. NaN stays NaN.
 ///
 /// # Errors
-/// If `x` is not contiguous or no float.
+/// If `x` is not contiguous or its dtype is not a float.
 pub fn relu(x: &Tensor) -> Result<Tensor> {
     value::<Relu>(x, "relu")
 }
 
-/// The gradient of `x` of [`relu`].
+/// The gradient of [`relu`] with respect to `x`.
 ///
 /// # Errors
 /// As [`relu`], or if the shapes or dtypes differ.
@@ -78,8 +78,8 @@ pub fn relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     gradient::<Relu>(dy, x, "relu_backward")
 }
 
-/// The gradient of `x` of [`relu`], and `relu(x)` again, bit for bit: for a backward whose
-/// forward did not keep it.
+/// The gradient of [`relu`] with respect to `x`, and `relu(x)` recomputed, bit for bit: for a
+/// backward pass if forward did not keep `relu(x)`.
 ///
 /// # Errors
 /// As [`relu_backward`].
@@ -90,12 +90,12 @@ pub fn relu_backward_recompute(dy: &Tensor, x: &Tensor) -> Result<[Tensor; 2]> {
 /// `y = max(x, 0)²`, elementwise. NaN stays NaN.
 ///
 /// # Errors
-/// If `x` is not contiguous or no float.
+/// If `x` is not contiguous or its dtype is not a float.
 pub fn squared_relu(x: &Tensor) -> Result<Tensor> {
     value::<SquaredRelu>(x, "squared_relu")
 }
 
-/// The gradient of `x` of [`squared_relu`].
+/// The gradient of [`squared_relu`] with respect to `x`.
 ///
 /// # Errors
 /// As [`squared_relu`], or if the shapes or dtypes differ.
@@ -103,8 +103,8 @@ pub fn squared_relu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     gradient::<SquaredRelu>(dy, x, "squared_relu_backward")
 }
 
-/// The gradient of `x` of [`squared_relu`], and `squared_relu(x)` again, bit for bit: for a
-/// backward whose forward did not keep it.
+/// The gradient of [`squared_relu`] with respect to `x`, and `squared_relu(x)` recomputed, bit for
+/// bit: for a backward pass if forward did not keep `squared_relu(x)`.
 ///
 /// # Errors
 /// As [`squared_relu_backward`].
@@ -126,7 +126,7 @@ fn gate_width(x: &Tensor, op: &'static str) -> Result<usize> {
 /// `y [.., f] = silu(gate) · up` of `x [.., 2f]` = gate | up.
 ///
 /// # Errors
-/// If the last dimension is odd, or `x` is not contiguous or no float.
+/// If the last dimension is odd, `x` is not contiguous, or its dtype is not a float.
 pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     let _span = trace::kernel("swiglu", 0, trace::bytes(&[x]) / 2 * 3);
     const OP: &str = "swiglu";
@@ -135,7 +135,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::swiglu::<E>(x, f, OP))
 }
 
-/// The gradient of `x` of [`swiglu`], `[.., 2f]`.
+/// The gradient `[.., 2f]` of [`swiglu`] with respect to `x`.
 ///
 /// # Errors
 /// As [`swiglu`], or if `dy` is not `[.., f]` of the same dtype.
@@ -148,8 +148,8 @@ pub fn swiglu_backward(dy: &Tensor, x: &Tensor) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::activation::swiglu_backward::<E>(dy, x, f, OP))
 }
 
-/// The gradient of `x` of [`swiglu`], and `swiglu(x)` again, bit for bit: for a backward whose
-/// forward did not keep it.
+/// The gradient of [`swiglu`] with respect to `x`, and `swiglu(x)` recomputed, bit for bit: for a
+/// backward pass if forward did not keep `swiglu(x)`.
 ///
 /// # Errors
 /// As [`swiglu_backward`].

@@ -1,5 +1,5 @@
-//! Causal grouped-query attention in tiles with an online softmax; only the log-sum-exp is kept for
-//! backward.
+//! Causal grouped-query attention in tiles with an online softmax. Backward needs only the
+//! log-sum-exp.
 //!
 //! Dao et al. 2022 (FlashAttention) and Dao 2023 (FlashAttention-2); linear biases: Press et al.
 //! 2022 (ALiBi).
@@ -17,15 +17,15 @@ use crate::tensor::view::{expect_apart, expect_dtype, expect_shape};
 use crate::{Error, Result, cpu, on_gpu};
 
 /// `out [s, b, heads·head_dim] = softmax(scores) · v` per head, and the log-sum-exp `[b, heads, s]`
-/// of the [`Scores`], which a bare scale stands for. `qkv [s, b, groups·(heads_per_group +
-/// 2)·head_dim]` holds, per group, its queries, its key, its value.
+/// of the [`Scores`]. A bare scale converts to [`Scores`]. `qkv [s, b, groups·(heads_per_group +
+/// 2)·head_dim]` holds the queries, the key and the value of each group in turn.
 ///
-/// 16-bit tensors are computed in f32, which is also the log-sum-exp's dtype; probabilities are
-/// rounded to the tensors' dtype before they weigh the values.
+/// 16-bit tensors are computed in f32, and their log-sum-exp is f32. Probabilities are rounded to
+/// the tensors' dtype before they weight the values.
 ///
 /// # Errors
-/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or no float, or the dropout's p
-/// is not in [0, 1).
+/// If shapes or the [`Scores`] do not fit, `qkv` is not contiguous or its dtype is not a float, or
+/// the dropout's p is not in [0, 1).
 pub fn attention<'a>(
     qkv: &Tensor,
     shape: HeadShape,
@@ -44,8 +44,8 @@ pub fn attention<'a>(
     by_elem!(qkv, OP, E => cpu::attention::forward::<E>(qkv, geometry, scores, mask.as_ref(), OP))
 }
 
-/// The gradient of `qkv`, of `dout [s, b, heads·head_dim]` and what [`attention`] returned.
-/// Probabilities and dropout masks are computed again.
+/// The gradient with respect to `qkv`, from `dout [s, b, heads·head_dim]` and the results of
+/// [`attention`]. Probabilities and dropout masks are recomputed.
 ///
 /// # Errors
 /// As [`attention`].
@@ -61,9 +61,9 @@ pub fn attention_backward<'a>(
     Ok(gradients([dout, qkv, out, lse], shape, scores.into(), dropout, None)?.0)
 }
 
-/// As [`attention_backward`], of `dout`, `qkv`, `out` and `lse`: the gradient of what was `qkv`
-/// before `rotation` turned its queries and keys. On GPUs of compute capability 9.0 it comes out of
-/// the same kernels, rounded once.
+/// As [`attention_backward`] of `dout`, `qkv`, `out` and `lse`, but returns the gradient with
+/// respect to `qkv` before `rotation` rotated its queries and keys. On GPUs of compute capability
+/// 9.0 the same kernels also rotate the gradient back, so that it is rounded only once.
 ///
 /// # Errors
 /// As [`attention`] and [`rope_inplace`].
@@ -81,7 +81,7 @@ pub fn attention_backward_rotated<'a>(
     Ok(dqkv)
 }
 
-/// The gradient, and whether it was turned back already.
+/// The gradient, and whether it is already rotated back.
 fn gradients<'a>(
     [dout, qkv, out, lse]: [&Tensor; 4],
     shape: HeadShape,
@@ -111,13 +111,13 @@ fn gradients<'a>(
 }
 
 /// Appends the keys and values of `qkv [n, b, width]` (rotated) to `cache [positions, b,
-/// groups·2·head_dim]` and gives each new query's attention over the positions up to its own: `[n,
-/// b, heads·head_dim]`. Sample i's first new token has position `starts[i]`; what the cache holds
-/// from there on is replaced.
+/// groups·2·head_dim]`. Attends from each new query to all positions up to its own, and returns
+/// `[n, b, heads·head_dim]`. The first new token of sample i has position `starts[i]`; the cache's
+/// contents from that position on are replaced.
 ///
 /// # Errors
-/// If shapes, dtypes or [`Scores`] do not fit or these name first keys, the cache is too short, or
-/// `qkv` is no float.
+/// If shapes, dtypes or [`Scores`] do not fit, the scores name first keys, the cache is too short,
+/// or the dtype of `qkv` is not a float.
 pub fn attention_cached<'a>(
     qkv: &Tensor,
     cache: &Tensor,
@@ -153,7 +153,7 @@ pub fn attention_cached<'a>(
 }
 
 /// Operations of the causal half of the product of all queries and keys: s² · d for every head and
-/// sample.
+/// every sample.
 fn causal_products(qkv: &Tensor, shape: HeadShape) -> usize {
     let rows = qkv.elem_count() / shape.width().max(1);
     rows * qkv.dims().first().copied().unwrap_or(0) * shape.heads() * shape.head_dim

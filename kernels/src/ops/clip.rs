@@ -1,9 +1,8 @@
-//! Clipping by the norm of the whole gradient, and leaving a step out where that is not finite:
-//! decided where the gradients are.
+//! Clips by the norm of the whole gradient, and skips a step if the norm is not finite. The
+//! decision is made on the device that holds the gradients.
 //!
-//! On a GPU the norm, the factor and the decision stay in the device's memory, where the
-//! optimizer's kernels find them; the host reads them when the step has ended, together with the
-//! loss.
+//! On a GPU the norm, the factor and the decision stay in device memory for the optimizer's
+//! kernels. The host reads them at the end of the step, together with the loss.
 
 use candle_core::{DType, Tensor};
 
@@ -13,12 +12,12 @@ use crate::tensor::view::expect_dtype;
 use crate::{Result, cpu};
 
 impl Verdict {
-    /// On gradients that are `loss_scale` times the loss's, from shares of the squared norm, f64
-    /// `[n]`, which are added in order. With a positive `max_norm` the factor is Megatron's:
-    /// max_norm / (norm + 1e-6), if that is less than one.
+    /// Decides on gradients that are `loss_scale` times those of the loss. `shares`, f64 `[n]`, are
+    /// parts of the squared norm, which are added in order. With a positive `max_norm` the factor
+    /// is Megatron's: max_norm / (norm + 1e-6), if that is less than one.
     ///
     /// # Errors
-    /// If `shares` is not contiguous or not of f64.
+    /// If `shares` is not contiguous or not f64.
     pub fn of(shares: &Tensor, max_norm: f64, loss_scale: f64) -> Result<Self> {
         const OP: &str = "verdict";
         let _span = trace::moves(OP, &[shares]);

@@ -1,10 +1,11 @@
-//! Cross entropy over a vocabulary that is cut over ranks: the pieces between the collectives.
+//! Cross entropy over a vocabulary that is split over ranks: the local computations between the
+//! collectives.
 //!
-//! Shoeybi et al. 2019 (Megatron-LM), §3. [`row_statistics`] of every rank; the max of all ranks'
-//! maxima, to which [`rebase`] moves the sums; the sum of all ranks' sums. Then the token's loss is
-//! ln(Σ exp) − (target − max), and the gradient needs no collective. Where one rank has the whole
-//! vocabulary, [`cross_entropy_fused`] makes both without asking anyone in between. Statistics are
-//! f32 (f64 for f64 logits), whatever the logits are stored in.
+//! Shoeybi et al. 2019 (Megatron-LM), §3. Every rank computes [`row_statistics`]. The maxima are
+//! reduced over all ranks, [`rebase`] moves each rank's sums to them, and the sums are reduced.
+//! Then the loss of a token is ln(Σ exp) − (target − max), and the gradient needs no collective.
+//! Where one rank has the whole vocabulary, [`cross_entropy_fused`] computes both without
+//! communication. Statistics are f32 (f64 for f64 logits), whatever the dtype of the logits.
 
 use candle_core::Tensor;
 
@@ -14,7 +15,7 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_apart, expect_elements, expect_shape, rows_of};
 use crate::{Error, Result, cpu, on_gpu};
 
-/// Rows and columns of `logits`, of which `valid` columns are real.
+/// Rows and columns of `logits`; `valid` of the columns are not padding.
 fn dims(logits: &Tensor, valid: usize, op: &'static str) -> Result<(usize, usize)> {
     let (rows, v) = rows_of(logits, op)?;
     if valid > v {
@@ -24,10 +25,13 @@ fn dims(logits: &Tensor, valid: usize, op: &'static str) -> Result<(usize, usize
     Ok((rows, v))
 }
 
-/// Of each row of `logits [.., v_local]`: the largest of the first `valid` logits, `[rows]` (−∞ if
-/// `valid` is 0); and `[2, rows]`: Σ exp(l − max) over them, and l_target − max where the target
-/// (`targets [..]` u32; column 0 has id `first_column`) is one of them, else 0. A row is read from
-/// memory once.
+/// Statistics of each row of `logits [.., v_local]`; a row is read from memory once. Returns
+///
+/// - `[rows]`: the largest of the first `valid` logits (−∞ if `valid` is 0);
+/// - `[2, rows]`: Σ exp(l − max) over them; and l_target − max if the target is one of them, else
+///   0.
+///
+/// `targets [..]` are u32; column 0 has id `first_column`.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, `valid` exceeds the columns, or an operand is not contiguous.
@@ -66,9 +70,9 @@ pub fn rebase(
     by_float!(sums, OP, T => cpu::cross_entropy::rebase::<T>(sums, own_max, max, targets, columns, OP))
 }
 
-/// Adds the losses of tokens, ln(Σ exp) − (l_target − max), weighted by `mask [rows]` (f32), to
-/// `total [1]` (f64), from sums `[2, rows]` of all ranks. What has no weight counts nothing, even
-/// where it is not finite.
+/// Adds the tokens' losses, ln(Σ exp) − (l_target − max), weighted by `mask [rows]` (f32), to
+/// `total [1]` (f64). `sums [2, rows]` are those of all ranks. A token of weight 0 adds nothing,
+/// even if its loss is not finite.
 ///
 /// # Errors
 /// If shapes or dtypes do not fit, or an operand is not contiguous.
@@ -105,9 +109,9 @@ pub fn cross_entropy_backward(
     by_elem!(logits, OP, E => cpu::cross_entropy::backward::<E>(logits, of, columns, OP))
 }
 
-/// As [`cross_entropy_backward`] of f32 `logits` (f64 for f64 `dlogits`), written to `dlogits` in
-/// its own dtype, rounded once. `dlogits` has the shape of `logits`, keeps nothing of what it held,
-/// and lies in another storage.
+/// As [`cross_entropy_backward`] of f32 `logits` (f64 for f64 `dlogits`), but writes the gradient
+/// to `dlogits` in the dtype of `dlogits`, rounded once. `dlogits` has the shape of `logits`, lies
+/// in another storage, and is overwritten.
 ///
 /// # Errors
 /// As [`cross_entropy_backward`]; also if the shapes differ.
@@ -132,10 +136,11 @@ pub fn cross_entropy_backward_into(
     by_elem!(dlogits, OP, E => cpu::cross_entropy::backward_into::<E>(dlogits, logits, of, columns, OP))
 }
 
-/// Statistics and gradient of rows whose whole vocabulary is here: sums `[2, rows]` as of
-/// [`row_statistics`], and `logits` replaced by their gradient as by [`cross_entropy_backward`], or
-/// `dlogits`, if given, filled with it as by [`cross_entropy_backward_into`]; the same numbers, bit
-/// for bit. Operands are as of these. On a GPU f32 logits come from memory once.
+/// Statistics and gradient of rows with their whole vocabulary on this rank. Returns sums `[2,
+/// rows]` as [`row_statistics`] does. The gradient replaces `logits` as in
+/// [`cross_entropy_backward`], or, if `dlogits` is given, fills it as in
+/// [`cross_entropy_backward_into`]. All numbers equal those of these functions, bit for bit; the
+/// operands are the same as theirs. On a GPU f32 logits are read from memory once.
 ///
 /// # Errors
 /// As [`cross_entropy_backward_into`].

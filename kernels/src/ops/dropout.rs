@@ -1,5 +1,5 @@
-//! Dropout (Srivastava et al. 2014) whose mask is a function of the place in the global problem,
-//! fused with bias and residual.
+//! Dropout (Srivastava et al. 2014), fused with bias and residual. The mask is a function of the
+//! element's place in the global problem.
 
 use candle_core::Tensor;
 
@@ -14,7 +14,7 @@ use crate::{Result, cpu, on_gpu};
 /// mask is the same for every dtype.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, an operand is not contiguous,
+/// If shapes contradict each other, dtypes differ or are not floats, an operand is not contiguous,
 /// or p is not in [0, 1).
 pub fn bias_dropout_add(
     x: &Tensor,
@@ -36,7 +36,8 @@ pub fn bias_dropout_add(
     by_elem!(x, OP, E => cpu::dropout::apply::<E>(OP, x, bias, residual, mask.as_ref()))
 }
 
-/// The gradient of what was dropped: the mask of forward and 1/(1−p) again. `dy` is `[s, b, h]`.
+/// The gradient with respect to the input of dropout: applies the forward pass's mask and 1/(1−p)
+/// to `dy [s, b, h]`.
 ///
 /// # Errors
 /// As [`bias_dropout_add`].

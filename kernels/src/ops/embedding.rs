@@ -1,4 +1,4 @@
-//! Lookup of rows of a vocabulary-parallel embedding.
+//! Lookup of rows in a vocabulary-parallel embedding.
 
 use candle_core::{DType, Tensor};
 
@@ -30,8 +30,8 @@ pub fn embedding(ids: &Tensor, weight: &Tensor, first_row: usize) -> Result<Tens
     by_elem!(weight, OP, E => cpu::embedding::forward::<E>(ids, weight, first_row, OP))
 }
 
-/// Bytes that the gradient moves if no row is looked up twice: `dy`, and as many elements of
-/// `dweight` read and written.
+/// Bytes that the gradient moves if no row is looked up twice: it reads `dy`, and reads and writes
+/// as many elements of `dweight`.
 fn bytes_of_backward(dy: &Tensor, dweight: &Tensor) -> usize {
     dy.elem_count() * (dy.dtype().size_in_bytes() + 2 * dweight.dtype().size_in_bytes())
 }

@@ -1,4 +1,5 @@
-//! Linear layers: forward, input gradient, and weight and bias gradients that accumulate in place.
+//! Linear layers: forward, gradient of the input, and gradients of weight and bias that accumulate
+//! in place.
 
 use candle_core::Tensor;
 
@@ -42,10 +43,10 @@ fn expect_forward(
 }
 
 /// `y [.., n] = x [.., k] · wᵀ + bias` with `w [n, k]`, `bias [n]`; all of one dtype, with sums in
-/// f32 (f64 for f64). On a CPU the rows of `x` may lie apart.
+/// f32 (f64 for f64). On a CPU the rows of `x` may be strided.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not
+/// If shapes contradict each other, dtypes differ or are not floats, or an operand is not
 /// contiguous.
 pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let _span = trace::product("linear", x, w);
@@ -55,9 +56,9 @@ pub fn linear(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     by_elem!(x, OP, E => cpu::linear::linear::<E>(x, w, bias, dims, OP))
 }
 
-/// `y [.., n] = x [.., k] · wᵀ + bias + residual`, into another tensor of the result's elements and
-/// dtype: in one pass, which rounds once; on a GPU where that is faster than the product and a pass
-/// behind it.
+/// `y [.., n] = x [.., k] · wᵀ + bias + residual`, written to `y`, which has the result's number of
+/// elements and dtype. One pass does all and rounds once. On a GPU this is so only where it is
+/// faster than the product followed by a separate pass.
 ///
 /// # Errors
 /// As [`linear`], or if `residual` or `y` has another shape or dtype.
@@ -80,10 +81,10 @@ pub fn linear_add_into(
     by_elem!(x, OP, E => cpu::linear::add_into::<E>(x, w, bias, residual, dims, y, OP))
 }
 
-/// `h = x · wᵀ + bias` as [`linear`], and [`gelu`] of it: returns both, `h` for backward.
+/// `h = x · wᵀ + bias` as [`linear`], and [`gelu`] of `h`. Returns both; backward needs `h`.
 ///
-/// On a GPU one kernel may do both, which applies GELU to sums in f32 that `h` has rounded; it is
-/// taken where it is faster.
+/// On a GPU one kernel may compute both, where that is faster. It applies GELU to the sums in f32,
+/// before they are rounded to `h`.
 ///
 /// # Errors
 /// As [`linear`].
@@ -97,8 +98,8 @@ pub fn linear_gelu(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<(Ten
     Ok((h, y))
 }
 
-/// As [`linear`], with a result in f32 (f64 for f64): sums of 16-bit operands that are not rounded,
-/// for logits.
+/// As [`linear`], with a result in f32 (f64 for f64). The sums of 16-bit operands are not rounded,
+/// as logits need it.
 ///
 /// # Errors
 /// As [`linear`].
@@ -110,8 +111,9 @@ pub fn linear_to_f32(x: &Tensor, w: &Tensor, bias: Option<&Tensor>) -> Result<Te
     by_elem!(x, OP, E => cpu::linear::to_f32::<E>(x, w, bias, dims, OP))
 }
 
-/// As [`linear`] or [`linear_to_f32`], by the dtype of `y`, into (a view of) another tensor of the
-/// result's elements. On a CPU the rows of `y` may lie apart, if they are the result's.
+/// As [`linear`] or [`linear_to_f32`], depending on the dtype of `y`, but writes the result to `y`:
+/// a tensor or view with the result's number of elements. On a CPU the rows of `y` may be strided,
+/// if they are the rows of the result.
 ///
 /// # Errors
 /// As [`linear`], or if `y` has another number of elements or a dtype that is not one of the two.
@@ -146,7 +148,7 @@ fn expect_dgrad(dy: &Tensor, w: &Tensor, op: &'static str) -> Result<[usize; 3]>
     Ok([rows, k, n])
 }
 
-/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`. On a CPU the rows of `dy` may lie apart.
+/// The gradient of `x`: `dx [.., k] = dy [.., n] · w`. On a CPU the rows of `dy` may be strided.
 ///
 /// # Errors
 /// As [`linear`].
@@ -158,7 +160,8 @@ pub fn linear_dgrad(dy: &Tensor, w: &Tensor) -> Result<Tensor> {
     by_elem!(dy, OP, E => cpu::linear::dgrad::<E>(dy, w, dims, OP))
 }
 
-/// As [`linear_dgrad`], into (a view of) another tensor of the result's elements and dtype.
+/// As [`linear_dgrad`], but writes the result to `dx`: a tensor or view with the result's number of
+/// elements and dtype.
 ///
 /// # Errors
 /// As [`linear`], or if `dx` has another number of elements or another dtype.
@@ -174,8 +177,8 @@ pub fn linear_dgrad_into(dy: &Tensor, w: &Tensor, dx: &Tensor) -> Result<()> {
     by_elem!(dy, OP, E => cpu::linear::dgrad_into::<E>(dy, w, dims, dx, OP))
 }
 
-/// The gradient of `h [.., k]` where that of `gelu(h)` is [`linear_dgrad`]`(dy, w)`: backward of
-/// [`linear_gelu`]'s result through the layer behind it.
+/// The gradient of `h [.., k]`, given that the gradient of `gelu(h)` is [`linear_dgrad`]`(dy, w)`:
+/// the backward pass from the layer after [`linear_gelu`] to its `h`.
 ///
 /// # Errors
 /// As [`linear`], or if `h` has another shape or dtype.
@@ -188,8 +191,8 @@ pub fn linear_dgrad_gelu(dy: &Tensor, w: &Tensor, h: &Tensor) -> Result<Tensor> 
     gelu_backward(&linear_dgrad(dy, w)?, h)
 }
 
-/// As [`linear_dgrad_gelu`], and `gelu(h)` again, bit for bit: for a backward whose forward did not
-/// keep it.
+/// As [`linear_dgrad_gelu`], and `gelu(h)` recomputed, bit for bit: for a backward pass if forward
+/// did not keep `gelu(h)`.
 ///
 /// # Errors
 /// As [`linear_dgrad_gelu`].
@@ -197,8 +200,8 @@ pub fn linear_dgrad_gelu_recompute(dy: &Tensor, w: &Tensor, h: &Tensor) -> Resul
     gelu_backward_recompute(&linear_dgrad(dy, w)?, h)
 }
 
-/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`, into the (view of a flat) buffer; `dw`
-/// is f32 for 16-bit operands. On a CPU the rows of `dy` and of `x` may lie apart.
+/// Adds the gradient of the weight: `dw [n, k] += dyᵀ · x`. `dw` may be a view of a flat buffer,
+/// and is f32 for 16-bit operands. On a CPU the rows of `dy` and of `x` may be strided.
 ///
 /// # Errors
 /// As [`linear`].
@@ -206,7 +209,7 @@ pub fn linear_wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor) -> Result<()> {
     wgrad(dy, x, dw, true, "linear_wgrad")
 }
 
-/// As [`linear_wgrad`], in the place of what `dw` held.
+/// As [`linear_wgrad`], but overwrites `dw`.
 ///
 /// # Errors
 /// As [`linear`].
@@ -232,7 +235,7 @@ fn wgrad(dy: &Tensor, x: &Tensor, dw: &Tensor, add: bool, op: &'static str) -> R
 }
 
 /// Adds the gradient of the bias: `db [n] += Σ_rows dy [.., n]`; `db` is f32 for 16-bit `dy`. On a
-/// CPU the rows of `dy` may lie apart.
+/// CPU the rows of `dy` may be strided.
 ///
 /// # Errors
 /// As [`linear`].

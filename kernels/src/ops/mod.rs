@@ -1,6 +1,4 @@
-//! The operations: shapes are checked, a device is chosen, nothing is computed here.
-//!
-//! The modules `cpu` and `cuda` compute.
+//! The operations. They check shapes and choose a device; the modules `cpu` and `cuda` compute.
 
 pub mod activation;
 pub mod attention;

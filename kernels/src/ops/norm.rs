@@ -12,7 +12,7 @@ use crate::{Error, Result, cpu, on_gpu};
 /// `y = (x − mean) / √(var + eps) · weight + bias`, with `weight` and `bias` `[h]`.
 ///
 /// # Errors
-/// If shapes contradict each other, dtypes differ or are no floats, or an operand is not
+/// If shapes contradict each other, dtypes differ or are not floats, or an operand is not
 /// contiguous.
 pub fn layer_norm(
     x: &Tensor,
@@ -27,9 +27,9 @@ pub fn layer_norm(
     by_elem!(x, OP, T => cpu::norm::forward::<T>(OP, x, weight, Some(bias), eps))
 }
 
-/// The gradient of `x`, plus `residual` where there is one (the gradient that reaches `x` by the
-/// way around the layer); adds the gradients of weight and bias to `dweight` and `dbias`, `[h]`
-/// each and in the dtype of the statistics.
+/// The gradient of `x`, plus `residual` if given (the gradient that reaches `x` through the
+/// residual connection). Adds the gradients of weight and bias to `dweight` and `dbias`, `[h]` each
+/// and in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -65,8 +65,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, NormSt
     by_elem!(x, OP, T => cpu::norm::forward::<T>(OP, x, weight, None, eps))
 }
 
-/// The gradient of `x`, plus `residual` where there is one; adds the gradient of weight to
-/// `dweight`, `[h]` in the dtype of the statistics.
+/// The gradient of `x`, plus `residual` if given; adds the gradient of weight to `dweight`, `[h]`
+/// in the dtype of the statistics.
 ///
 /// # Errors
 /// As [`layer_norm`].
@@ -102,7 +102,7 @@ fn moves_of_backward(
 }
 
 /// # Errors
-/// If weight and bias are not `[h]`, with the width of `x`.
+/// If weight or bias is not `[h]`, with the width of `x`.
 fn expect_parameters(op: &'static str, x: &Tensor, parameters: [Option<&Tensor>; 2]) -> Result<()> {
     let (_, h) = rows_of(x, op)?;
     for (what, t) in ["weight", "bias"].into_iter().zip(parameters) {

@@ -1,8 +1,8 @@
-//! Optimizer steps over flat ranges, in place and in one pass, which also rounds the new parameters
-//! to the weights that a 16-bit model computes with.
+//! Optimizer steps over flat ranges, in place and in one pass. The pass also rounds the new
+//! parameters to the weights that a 16-bit model computes with.
 //!
-//! AdamW: Loshchilov & Hutter 2019; SGD with momentum: as PyTorch's. Arithmetic in the order of
-//! PyTorch's. AdamW's moments may be kept in bf16.
+//! AdamW: Loshchilov & Hutter 2019. SGD with momentum: as in PyTorch. The order of the arithmetic
+//! is PyTorch's. AdamW's moments may be kept in bf16.
 
 use candle_core::{DType, Tensor};
 
@@ -15,7 +15,8 @@ use crate::tensor::view::{expect_elements, same_storage};
 use crate::{Error, Result, cpu, on_gpu};
 
 impl Operands<'_> {
-    /// `names` are those of the states in messages, which beside f32 may be bf16 or not.
+    /// `names` are the names of the states in messages. `may_be_narrow` allows bf16 states with f32
+    /// gradients.
     fn check(&self, op: &'static str, names: [&'static str; 2], may_be_narrow: bool) -> Result<()> {
         let &Self { p, weight, g, first, second } = self;
         if self.has_remainders() {
@@ -32,7 +33,8 @@ impl Operands<'_> {
             [("weight", weight), ("g", Some(g)), (names[0], Some(first)), (names[1], second)]
         {
             let Some(t) = t else { continue };
-            // Segments are views of the flattened tensor, which of others would be a copy.
+            // Segments are views of the flattened tensor; flattening any other tensor would copy
+            // it.
             if !t.is_contiguous() {
                 return Err(Error::NotContiguous { op, what: name });
             }
@@ -52,10 +54,10 @@ impl Operands<'_> {
         Ok(())
     }
 
-    /// Calls `f` with what each segment has of every tensor.
+    /// Calls `f` with each segment's part of every tensor.
     ///
     /// # Errors
-    /// What `f` returns.
+    /// Those of `f`.
     fn by_segment(
         &self,
         segments: &[Segment],
@@ -88,7 +90,7 @@ impl Operands<'_> {
 
 impl Segment {
     /// # Errors
-    /// If `segments` are not all of `t`, or not rounded as anything is.
+    /// If `segments` do not cover all of `t`, or the rounding of one is not valid.
     fn check(segments: &[Self], t: &Tensor, op: &'static str) -> Result<()> {
         let total: usize = segments.iter().map(|s| s.len).sum();
         if total == t.elem_count() {
@@ -102,11 +104,14 @@ impl Segment {
 }
 
 /// An AdamW step on parameters `p` with gradients `g` and moments `m`, `v`: equally long,
-/// contiguous, in four storages. Where `weight` is given, in a storage of its own and of any float
-/// dtype, it gets the new parameters, rounded. Where `p` is of dtype i16, it and bf16 `weight` are
-/// the [`remainders`] of f32 parameters, which both change. Beside f32 gradients `m` and `v` may
-/// each be bf16: then `m` is rounded to the nearest, and `v` stochastically
-/// ([`StochasticRounding`]); the step itself goes by what they were before they were rounded.
+/// contiguous, in four storages.
+///
+/// - `weight`, if given, gets the new parameters, rounded. It has a storage of its own and any
+///   float dtype.
+/// - If `p` is i16, it and the bf16 `weight` are the [`remainders`] of f32 parameters. The step
+///   updates both.
+/// - With f32 gradients, `m` and `v` may each be bf16. Then `m` is rounded to nearest, and `v`
+///   stochastically ([`StochasticRounding`]). The step itself uses their values before rounding.
 ///
 /// # Errors
 /// If lengths or dtypes differ, an operand is not contiguous, two share a storage, or `step` is 0.
@@ -121,12 +126,12 @@ pub fn adamw(
     adamw_segments(p, weight, g, m, v, h, None, &Segment::all(p, h.step))
 }
 
-/// As [`adamw`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one
-/// launch for many. The factor of a `verdict` stands in place of `h.grad_scale`, and nothing
-/// changes where it is against the step.
+/// As [`adamw`] of each segment separately, bit for bit; weight decay can be off for some. On a GPU
+/// one launch serves many segments. The factor of a `verdict` replaces `h.grad_scale`, and nothing
+/// changes if the verdict rejects the step.
 ///
 /// # Errors
-/// As [`adamw`], or if `segments` are not all of `p`.
+/// As [`adamw`], or if `segments` do not cover all of `p`.
 pub fn adamw_segments(
     p: &Tensor,
     weight: Option<&Tensor>,
@@ -151,8 +156,8 @@ pub fn adamw_segments(
     of.by_segment(segments, |segment, of| cpu::optimizer::adamw(&of, segment, h, OP))
 }
 
-/// A span of a step that reads and writes `p`, reads or writes `others`, and writes `weight`, or
-/// reads and writes it as the high half of parameters.
+/// A span of a step. The step reads and writes `p`, reads or writes `others`, and writes `weight`,
+/// or reads and writes `weight` where it is the high half of the parameters.
 fn moves(
     name: &'static str,
     p: &Tensor,
@@ -166,7 +171,7 @@ fn moves(
     )
 }
 
-/// The factor on the gradients of a step on the CPU; none if it is not to be made.
+/// The factor for the gradients of a step on the CPU; none if the step is skipped.
 fn factor(known: f32, verdict: Option<&Verdict>) -> Result<Option<f32>> {
     let Some(verdict) = verdict else { return Ok(Some(known)) };
     let decided = verdict.decided()?;
@@ -182,11 +187,11 @@ pub fn sgd(p: &Tensor, weight: Option<&Tensor>, g: &Tensor, buf: &Tensor, h: &Sg
     sgd_segments(p, weight, g, buf, h, None, &Segment::all(p, 0))
 }
 
-/// As [`sgd`] of every segment by itself, bit for bit, some without weight decay; on a GPU in one
-/// launch for many. `verdict` as in [`adamw_segments`].
+/// As [`sgd`] of each segment separately, bit for bit; weight decay can be off for some. On a GPU
+/// one launch serves many segments. `verdict` as in [`adamw_segments`].
 ///
 /// # Errors
-/// As [`sgd`], or if `segments` are not all of `p`.
+/// As [`sgd`], or if `segments` do not cover all of `p`.
 pub fn sgd_segments(
     p: &Tensor,
     weight: Option<&Tensor>,

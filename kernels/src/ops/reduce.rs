@@ -13,12 +13,12 @@ use crate::{Error, Result, cpu, on_gpu};
 /// NaN and infinity show in the result.
 ///
 /// # Errors
-/// If `x` is not contiguous or no float.
+/// If `x` is not contiguous or its dtype is not a float.
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(sums_of_squares(&[x])?[0])
 }
 
-/// [`sum_of_squares`] of each tensor, in one reading and, on a GPU, one wait for the device.
+/// [`sum_of_squares`] of each tensor, in one pass and, on a GPU, with one wait for the device.
 ///
 /// # Errors
 /// As [`sum_of_squares`]; also if tensors lie on different devices or differ in dtype.
@@ -42,8 +42,8 @@ fn expect_alike(xs: &[&Tensor], op: &'static str) -> Result<()> {
     Err(Error::shape(op, format!("one tensor is {}, another {}", place(first), place(other))))
 }
 
-/// Σ of [`sum_of_squares`] of each tensor, in order: f64 `[1]` on their device, for which nobody
-/// waits. Zero of none.
+/// Σ of [`sum_of_squares`] of each tensor, in order: f64 `[1]` on their device. Does not wait for
+/// the device. Zero if there are no tensors.
 ///
 /// # Errors
 /// As [`sums_of_squares`].
@@ -67,7 +67,7 @@ pub fn total_of_squares(xs: &[&Tensor], device: &Device) -> Result<Tensor> {
 /// The sum of f64 `[n]`, added in order: f64 `[1]`, on their device.
 ///
 /// # Errors
-/// If `values` is not contiguous or not of f64.
+/// If `values` is not contiguous or not f64.
 pub fn sum_in_order(values: &Tensor) -> Result<Tensor> {
     const OP: &str = "sum_in_order";
     expect_dtype(OP, values, DType::F64)?;
@@ -79,13 +79,13 @@ pub fn sum_in_order(values: &Tensor) -> Result<Tensor> {
     Ok(Tensor::from_vec(vec![sum], 1, values.device())?)
 }
 
-/// Elements of a GPU's tensor that are compared at a time, which an f32 counts exactly.
+/// Elements of a GPU's tensor that are compared at a time. An f32 counts this many exactly.
 const COUNTED: usize = 1 << 22;
 
-/// How many elements are zero, of either sign. On a GPU it is waited for them.
+/// How many elements are zero, of either sign. Waits for the device.
 ///
 /// # Errors
-/// If `x` is not contiguous or no float.
+/// If `x` is not contiguous or its dtype is not a float.
 pub fn count_zeros(x: &Tensor) -> Result<u64> {
     let _span = trace::moves("count_zeros", &[x]);
     const OP: &str = "count_zeros";
@@ -117,7 +117,7 @@ pub fn add_inplace(dst: &Tensor, src: &Tensor) -> Result<()> {
 /// `t *= factor`; for 16-bit `t`, with `factor` rounded to f32.
 ///
 /// # Errors
-/// If `t` is not contiguous or no float.
+/// If `t` is not contiguous or its dtype is not a float.
 pub fn scale_inplace(t: &Tensor, factor: f64) -> Result<()> {
     let _span = trace::moves("scale_inplace", &[t, t]);
     const OP: &str = "scale_inplace";
@@ -140,7 +140,7 @@ pub fn zero(t: &Tensor) -> Result<()> {
 /// become infinite.
 ///
 /// # Errors
-/// If the numbers of elements differ, a dtype is no float, an operand is not contiguous, or both
+/// If the numbers of elements differ, a dtype is not a float, an operand is not contiguous, or both
 /// share one storage.
 pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
     let _span = trace::moves("cast", &[dst, src]);
@@ -156,7 +156,7 @@ pub fn cast(dst: &Tensor, src: &Tensor) -> Result<()> {
     by_elem!(src, OP, S => cpu::reduce::cast::<S>(dst, src, OP))
 }
 
-/// `dst = src`, bit for bit; the shapes may differ, the elements' number and dtype may not.
+/// `dst = src`, bit for bit. The shapes may differ; the number of elements and the dtype may not.
 ///
 /// # Errors
 /// If the numbers of elements or dtypes differ, an operand is not contiguous, or both share one

@@ -1,5 +1,5 @@
-//! Rows in another order: what ranks exchange when one has some columns of every row, and then
-//! every column of some rows.
+//! Reorders rows for an exchange between ranks: from some columns of every row to every column of
+//! some rows, and back.
 
 use candle_core::Tensor;
 
@@ -9,7 +9,7 @@ use crate::{Error, Result, cpu, on_gpu};
 /// `[a, b, …]` → `[b, a, …]`, bit for bit: `y[j, i] = x[i, j]`.
 ///
 /// # Errors
-/// If `x` has fewer than two dimensions, is not contiguous, or is of a dtype that results do not
+/// If `x` has fewer than two dimensions, is not contiguous, or has a dtype that results cannot
 /// have.
 pub fn swap_leading(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "swap_leading";

@@ -1,10 +1,10 @@
-//! fp32 values kept as bf16 weights and what these lack: 16 bits more, so that a master costs 2
-//! bytes beside its weight rather than 4, and loses nothing.
+//! fp32 master values stored as bf16 weights and 16-bit remainders. In addition to its weight, a
+//! master then costs 2 bytes rather than 4, and loses nothing.
 //!
-//! The high half is the value rounded to bf16, to nearest, ties away from zero; the low half is the
-//! value's bits less those of the high half, as a signed number. Adding it to the high half's bits
-//! gives the value back. (Ties to even would need 65537 low halves.) Source: NVIDIA Apex,
-//! `DistributedFusedAdam`, `store_param_remainders`.
+//! The high half is the value rounded to bf16, to nearest, ties away from zero. The low half is the
+//! value's bits minus those of the high half, as a signed number. Adding the low half to the bits
+//! of the high half restores the value. (Ties to even would need 65537 low halves.) Source: NVIDIA
+//! Apex, `DistributedFusedAdam`, `store_param_remainders`.
 
 use candle_core::{DType, Tensor};
 
@@ -13,8 +13,8 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_dtype, expect_elements, same_storage};
 use crate::{Error, Result, cpu, on_gpu};
 
-/// Writes the halves of f32 `values`: `high`, bf16, and `low`, i16, if anybody wants it; equally
-/// long, contiguous, in storages of their own.
+/// Splits f32 `values` into `high`, bf16, and, if given, `low`, i16. All are equally long,
+/// contiguous, and in storages of their own.
 ///
 /// # Errors
 /// If lengths or dtypes differ from these, an operand is not contiguous, or two share a storage.
@@ -32,7 +32,7 @@ pub fn split(values: &Tensor, high: &Tensor, low: Option<&Tensor>) -> Result<()>
 }
 
 /// # Errors
-/// If `high` and `low` are no halves of as many values.
+/// If `high` and `low` are not halves of the same number of values.
 pub(crate) fn check(op: &'static str, high: &Tensor, low: Option<&Tensor>) -> Result<()> {
     expect_dtype(op, high, DType::BF16)?;
     let Some(low) = low else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al. 2021) of packed queries and keys, rotating halves as Llama
+//! Rotary position embedding (Su et al. 2021) of packed queries and keys. Rotates halves, as Llama
 //! does.
 
 use candle_core::{DType, Tensor};
@@ -11,7 +11,7 @@ use crate::tensor::trace;
 use crate::tensor::view::{expect_dtype, expect_shape};
 use crate::{Error, Result, cpu, on_gpu};
 
-/// Name in errors.
+/// The operation's name in errors.
 const OP: &str = "rope_inplace";
 
 /// Rotates the queries and keys of packed `qkv [s, b, groups·(heads_per_group + 2)·head_dim]` in
@@ -31,10 +31,10 @@ pub fn rope_inplace(
     rope_at(qkv, table, shape, &vec![position_offset; b], inverse)
 }
 
-/// As [`rope_inplace`], where sample i's rows begin at position `offsets[i]`.
+/// As [`rope_inplace`], but the rows of sample i begin at position `offsets[i]`.
 ///
 /// # Errors
-/// As [`rope_inplace`]; also if there is not one offset a sample.
+/// As [`rope_inplace`]; also if there is not one offset per sample.
 pub fn rope_at(
     qkv: &Tensor,
     table: &RopeTable,
@@ -52,11 +52,12 @@ pub fn rope_at(
     rotate_rows(qkv, table, shape, Positions::Offsets(offsets), inverse)
 }
 
-/// As [`rope_inplace`], where `positions`, u32 `[s, b]`, gives the position of every row. A GPU's
-/// are not read by the host: there a position beyond the table counts as its last.
+/// As [`rope_inplace`], but `positions`, u32 `[s, b]`, gives the position of every row. The host
+/// does not read positions that are on a GPU: there, a position beyond the table counts as the
+/// table's last.
 ///
 /// # Errors
-/// As [`rope_inplace`]; also if there is not one position a row.
+/// As [`rope_inplace`]; also if there is not one position per row.
 pub fn rope_positions(
     qkv: &Tensor,
     table: &RopeTable,
@@ -71,7 +72,7 @@ pub fn rope_positions(
 }
 
 impl Rotation<'_> {
-    /// Rotates them in place; `inverse`: back.
+    /// Rotates the queries and keys of `qkv` in place; with `inverse`, rotates them back.
     ///
     /// # Errors
     /// As [`rope_inplace`] and [`rope_positions`].
@@ -83,7 +84,7 @@ impl Rotation<'_> {
     }
 }
 
-/// Rotates the rows to their positions.
+/// Rotates the rows by the angles of their positions.
 fn rotate_rows(
     qkv: &Tensor,
     table: &RopeTable,

@@ -1,4 +1,4 @@
-//! What GPUs there are, what this program has for them, and how fast they are: for `megatron
+//! The machine's GPUs, this program's kernels for them, and their measured speeds: for `megatron
 //! doctor`.
 
 use std::ffi::c_int;
@@ -19,15 +19,15 @@ pub struct GpuInfo {
     pub name: String,
     pub capability: (i32, i32),
     pub multiprocessors: i32,
-    /// Bytes in all.
+    /// Total bytes.
     pub memory: usize,
-    /// Bytes of second-level cache.
+    /// Bytes of L2 cache.
     pub l2: i32,
-    /// Of every GPU, whether this one reads its memory directly.
+    /// For every GPU, whether this one reads its memory directly.
     pub peers: Vec<bool>,
 }
 
-/// The machine's GPUs, and what serves them.
+/// The machine's GPUs, and the driver and libraries for them.
 #[derive(Clone, Debug)]
 pub struct Survey {
     /// The CUDA version of the driver, e.g. 13000.
@@ -36,12 +36,12 @@ pub struct Survey {
     pub gpus: Vec<GpuInfo>,
 }
 
-/// What was measured on one GPU.
+/// Speeds measured on one GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Speeds {
-    /// Bytes a second, read and written, of a copy within the device's memory.
+    /// Bytes per second, read plus written, of a copy within device memory.
     pub copy: f64,
-    /// Operations a second of a large product in bf16, and in f32.
+    /// Operations per second of a large matrix product in bf16, and in f32.
     pub bf16: f64,
     pub f32: f64,
 }
@@ -50,10 +50,10 @@ fn failed(e: DriverError) -> Error {
     Error::gpu("survey", e.to_string())
 }
 
-/// Asks the driver.
+/// Queries the driver.
 ///
 /// # Errors
-/// If there is none, or what it says.
+/// If there is no driver, or those of the driver.
 pub fn survey() -> Result<Survey> {
     use sys::CUdevice_attribute as A;
     let count = driver::count()?;
@@ -90,26 +90,27 @@ pub fn survey() -> Result<Survey> {
     Ok(Survey { driver: version, cublas_lt: unsafe { cublaslt::sys::cublasLtGetVersion() }, gpus })
 }
 
-/// The files of kernels in this program, with the size of their code for all kinds of GPU together.
+/// The kernel files in this program, with the code size of each over all GPU architectures.
 pub fn compiled() -> Vec<(&'static str, usize)> {
     modules::MODULES.iter().map(|(file, image)| (*file, image.len())).collect()
 }
 
-/// Measures a GPU for about a second, if nobody else uses it.
+/// Measures a GPU for about a second. Other users of the GPU falsify the result.
 ///
 /// # Errors
-/// What CUDA says.
+/// Those of CUDA.
 pub fn measure(device: &Device) -> Result<Speeds> {
-    // Sizes grow until they take long enough for what begins and ends them not to count; the first
-    // copy is more than any cache holds.
+    // Sizes grow until the overhead of starting and stopping no longer matters. The first copy is
+    // larger than any cache.
     let copy = grown(28, 30, |power| copies(device, 1 << power))?;
     let bf16 = grown(8, 13, |power| products(device, DType::BF16, 1 << power))?;
     let f32 = grown(8, 12, |power| products(device, DType::F32, 1 << power))?;
     Ok(Speeds { copy, bf16, f32 })
 }
 
-/// What `rate` gives with the first power of two that takes a millisecond, or the last.
-/// `rate(power)(times)`: seconds that one of `times` operations takes, and what it does.
+/// The rate at the first power of two for which an operation takes a millisecond, or at the last
+/// power. `rate(power)(times)` returns the seconds of one of `times` operations, and the work that
+/// one does.
 fn grown<F: FnMut(usize) -> Result<(f64, f64)>>(
     first: u32,
     last: u32,
@@ -126,7 +127,7 @@ fn grown<F: FnMut(usize) -> Result<(f64, f64)>>(
     Ok(amount / seconds)
 }
 
-/// Copies of `bytes`: their bytes read and written.
+/// Copies of `bytes`; the work is bytes read plus written.
 fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
     const OP: &str = "measure";
     let source = Tensor::zeros(bytes, DType::U8, device)?;
@@ -136,7 +137,7 @@ fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(
         let from = gpu.input(&source, DType::U8, OP, "source")?;
         let _alive = &target;
         let seconds = seconds(&gpu, times, || {
-            // SAFETY: both are as long as what is copied, and live.
+            // SAFETY: both have at least the copied length, and live.
             unsafe {
                 result::memcpy_dtod_async(
                     to.address(),
@@ -151,14 +152,14 @@ fn copies(device: &Device, bytes: usize) -> Result<impl FnMut(usize) -> Result<(
     })
 }
 
-/// Products of square matrices of normal deviates, since a GPU's clock depends on what it
-/// multiplies: their operations.
+/// Products of square matrices; the work is arithmetic operations. Values are normally distributed,
+/// because a GPU's clock depends on the values it multiplies.
 fn products(
     device: &Device,
     dtype: DType,
     edge: usize,
 ) -> Result<impl FnMut(usize) -> Result<(f64, f64)>> {
-    // Made once and repeated.
+    // One block of values, repeated.
     let block = (edge * edge).min(1 << 20);
     let mut values = vec![0_f32; block];
     fill_normal(&mut values, 1, 0, 0, 1.0);
@@ -173,7 +174,7 @@ fn products(
     })
 }
 
-/// Of one of `times` operations, after one that is not counted.
+/// Seconds of one of `times` operations, after a warm-up that does not count.
 fn seconds(gpu: &Gpu, times: usize, mut queue: impl FnMut() -> Result<()>) -> Result<f64> {
     let event =
         || gpu.stream().record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).map_err(failed);

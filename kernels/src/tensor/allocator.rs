@@ -1,48 +1,47 @@
-//! Where the memory of tensors begins, and how it is reused between steps.
+//! Aligns the memory of tensors to cache lines, and reuses it between steps.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
 use crate::tensor::arena;
 
-/// A cache line, and the longest vector.
+/// Bytes of a cache line, and of the longest vector.
 pub const LINE: usize = 64;
-/// Blocks from this size on begin with a cache line.
+/// Blocks of at least this size begin with a cache line.
 const LARGE: usize = 4096;
-/// Blocks from this size on are kept a little further apart. Two that lie one behind the other,
-/// each a multiple of 2 MiB long and on huge pages, would begin a line or two after such a
-/// multiple: a pass that reads one and writes the other then takes 2.4 times as long, since loads
-/// are held up by stores to lines that look like theirs. From three lines on nothing of that is
-/// left.
+/// Blocks of at least this size are kept further apart, by [`APART`]. Otherwise two neighbouring
+/// blocks on huge pages, each a multiple of 2 MiB long, begin a line or two after such a multiple.
+/// A pass that reads one and writes the other then takes 2.4 times as long, because stores to
+/// aliasing lines hold up loads. A distance of three lines already removes the effect.
 const APART_FROM: usize = 1 << 20;
-/// How far, in bytes.
+/// Additional bytes between large blocks.
 pub(crate) const APART: usize = 16 * LINE;
 
-/// Whether rows that lie `distance` bytes apart crowd a CPU's L1 cache: those a multiple of 4 KiB
-/// apart fall into so few of its sets that a tile's rows do not stay there together.
+/// Whether rows `distance` bytes apart conflict in a CPU's L1 cache. Rows a multiple of 4 KiB apart
+/// map to so few sets that a tile's rows do not stay there together.
 pub fn rows_crowd(distance: usize) -> bool {
     distance.is_multiple_of(4096)
 }
 
-/// Elements of `size` bytes from one row of `width` to the next where products will read the rows:
-/// a line more than a row has, if they would crowd.
+/// Row stride, in elements of `size` bytes, for rows of `width` elements that matrix products will
+/// read: one cache line longer than a row, if the rows would otherwise conflict.
 pub fn rows_apart(width: usize, size: usize) -> usize {
     if width > 0 && rows_crowd(width * size) { width + LINE / size } else { width }
 }
 
-/// The system's allocator, whose large blocks begin with a cache line. By itself it aligns to 16
-/// bytes: then every load and store of a whole line touches two of them, which costs matrix
+/// The system's allocator, with large blocks that begin with a cache line. The system itself aligns
+/// to 16 bytes: then every load and store of a whole line touches two lines, which costs matrix
 /// products in bf16 a quarter of their speed.
 ///
-/// Programs have it under [`crate::tensor::huge_pages::HugePages`]; kernels work without, but
-/// slower. A large block is an ordinary one of some more bytes, so that a freed one fits the next
-/// of its size exactly; in front of what is lent lies where it began. After [`keep_freed`] those of
-/// 256 KiB and more have a place of their own ([`crate::tensor::arena`]).
+/// Programs use it below [`crate::tensor::huge_pages::HugePages`]; without it kernels work, but
+/// slower. A large block is a system block with a few more bytes, so that a freed block fits the
+/// next of its size exactly. The address of the system block is stored just before the aligned
+/// address. After [`keep_freed`], blocks of 256 KiB and more come from [`crate::tensor::arena`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LineAligned;
 
 impl LineAligned {
-    /// What is asked of the system instead of `layout`, if that is to begin with a line and would
-    /// not.
+    /// The layout to request from the system instead of `layout`; none if `layout` is small or
+    /// already aligned to a cache line.
     fn around(layout: Layout) -> Option<Layout> {
         if layout.size() < LARGE || layout.align() >= LINE {
             return None;
@@ -55,7 +54,8 @@ impl LineAligned {
         .ok()
     }
 
-    /// The first line in a block of the system's, which remembers the block; null for null.
+    /// The first cache line in a system block. Stores the block's address just before the line;
+    /// null for null.
     ///
     /// # Safety
     /// `block` is null, or aligned to `usize` with room for a line more than will be used.
@@ -64,13 +64,13 @@ impl LineAligned {
             return block;
         }
         let line = block.wrapping_add(LINE - block.addr() % LINE);
-        // SAFETY: the line begins at least the block's alignment, and so a pointer, behind the
+        // SAFETY: the line begins at least the block's alignment, so at least a pointer, after the
         // block's beginning.
         unsafe { line.cast::<*mut u8>().sub(1).write(block) };
         line
     }
 
-    /// The block of the system's that `line` lies in.
+    /// The system block that contains `line`.
     ///
     /// # Safety
     /// `line` comes from [`LineAligned::first_line`].
@@ -79,8 +79,8 @@ impl LineAligned {
         unsafe { line.cast::<*mut u8>().sub(1).read() }
     }
 
-    /// A block for `wanted` with what the one at `at` held, which is given back; null, and `at` as
-    /// it was, if there is no memory.
+    /// Moves the contents of the block at `at` to a new block for `wanted`, and frees the old one.
+    /// If there is no memory, returns null and keeps the block at `at`.
     ///
     /// # Safety
     /// As [`GlobalAlloc::realloc`].
@@ -97,8 +97,8 @@ impl LineAligned {
     }
 }
 
-// SAFETY: the system's allocator does the work. What it gives for `around(layout)` holds `layout`
-// from its first line on, and which layouts are treated so depends on them alone.
+// SAFETY: the system's allocator does the work. Its block for `around(layout)` has room for
+// `layout` from the first line on, and the choice depends on the layout alone.
 unsafe impl GlobalAlloc for LineAligned {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if let Some((block, _)) = arena::take(layout) {
@@ -115,7 +115,7 @@ unsafe impl GlobalAlloc for LineAligned {
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         if let Some((block, used)) = arena::take(layout) {
-            // SAFETY: what was used of the block lies in it.
+            // SAFETY: the used part lies within the block.
             unsafe { block.write_bytes(0, used) };
             return block;
         }
@@ -142,7 +142,7 @@ unsafe impl GlobalAlloc for LineAligned {
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the caller's promise: `size` rounded up to the alignment is no overflow.
+        // SAFETY: the caller's promise: `size` rounded up to the alignment does not overflow.
         unsafe {
             if arena::resize(at, layout.size(), size) {
                 return at;
@@ -158,8 +158,8 @@ unsafe impl GlobalAlloc for LineAligned {
                     if block.is_null() {
                         return block;
                     }
-                    // The new block may begin elsewhere within a line. The elements move before
-                    // their front is written to.
+                    // The aligned address may have another offset in the new block. Move the
+                    // elements before writing the block's address in front of them.
                     let line = block.wrapping_add(LINE - block.addr() % LINE);
                     std::ptr::copy(block.add(offset), line, layout.size().min(size));
                     Self::first_line(block)
@@ -171,11 +171,11 @@ unsafe impl GlobalAlloc for LineAligned {
 }
 
 /// Keeps the memory of dropped tensors in this process for the next ones. A training step allocates
-/// and drops the same sizes over and over; by default glibc gives blocks above 32 MiB back to the
+/// and drops the same sizes over and over. By default glibc returns blocks above 32 MiB to the
 /// system at once, and each comes back page by page, zeroed.
 ///
-/// For processes that train: the peak stays, but nothing is returned after it. Does nothing where
-/// the allocator is not glibc's.
+/// For processes that train: memory use stays at its peak. Does nothing if the allocator is not
+/// glibc's.
 pub fn keep_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -183,8 +183,8 @@ pub fn keep_freed() {
         unsafe {
             libc::mallopt(libc::M_MMAP_MAX, 0);
             libc::mallopt(libc::M_TRIM_THRESHOLD, -1);
-            // A huge page is given only where all of it is in the heap when it is first touched, so
-            // the heap grows by many.
+            // A huge page is granted only if all of it is in the heap when it is first touched, so
+            // the heap grows by many at a time.
             libc::mallopt(libc::M_TOP_PAD, 64 << 20);
         }
     }
@@ -195,8 +195,8 @@ pub fn keep_freed() {
 mod tests {
     use super::*;
 
-    /// All tests of this crate run with it: kernels do some things only with tensors that begin
-    /// with a line.
+    /// All tests of this crate run with it: some kernel paths need tensors that begin with a cache
+    /// line.
     #[global_allocator]
     static ALLOCATOR: LineAligned = LineAligned;
 
@@ -216,8 +216,8 @@ mod tests {
                             })
                     );
                 };
-                // SAFETY: blocks are used within their sizes and freed once, with the layouts they
-                // have then.
+                // SAFETY: blocks are used within their sizes and freed once, with their current
+                // layouts.
                 unsafe {
                     let zeros = LineAligned.alloc_zeroed(layout);
                     check(zeros, size);

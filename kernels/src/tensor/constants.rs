@@ -1,5 +1,4 @@
-//! Small lists of numbers that kernels read: copied to a device once, and found again by their
-//! values.
+//! Small lists of numbers for kernels: copied to a device once, and found again by their values.
 //!
 //! Positions, slopes and samples are the same at every step, or at least in every layer of a
 //! microbatch.
@@ -9,8 +8,8 @@ use candle_core::{Device, Shape, Tensor};
 use crate::Result;
 use crate::tensor::device::upload;
 
-/// A tensor of `values` on `device`, to be read only: on a GPU the same values asked for again are
-/// the tensor that is there already.
+/// A read-only tensor of `values` on `device`. On a GPU, a later call with the same values returns
+/// the same tensor.
 ///
 /// # Errors
 /// As [`upload`].
@@ -28,9 +27,9 @@ mod kept {
 
     use super::*;
 
-    /// Most lists that are kept of each device: those of a step's microbatches. The one that nobody
-    /// has asked for the longest goes first. Others' devices stay as they are: what is given back
-    /// there may be in the midst of a graph's recording.
+    /// Most lists kept per device: those of a step's microbatches. The least recently used list is
+    /// dropped first. Lists of other devices stay: their device may be recording a graph, where
+    /// memory must not be freed.
     const MOST: usize = 128;
 
     struct Kept {
@@ -39,7 +38,7 @@ mod kept {
         tensor: Tensor,
     }
 
-    /// The last that was asked for is last.
+    /// Ordered from least to most recently used.
     static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
     pub fn get(values: Vec<u32>, shape: Shape, device: &Device) -> Result<Tensor> {

@@ -1,4 +1,4 @@
-//! Where tensors are: opening CPU and GPUs, and copies between them.
+//! Opens the CPU and GPUs, and copies between them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,14 +14,14 @@ use crate::tensor::output::anything;
 use crate::tensor::transfer::{Mark, fetch, mark};
 use crate::{Error, Result};
 
-/// What a program was told to compute on.
+/// The device that a program was told to compute on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
     /// A GPU if this program has kernels for GPUs and the machine has one, else the CPU.
     #[default]
     Auto,
     Cpu,
-    /// A GPU: this one, or the one of the process's place on its machine.
+    /// A GPU: this one, or the one that matches the process's local rank.
     Cuda(Option<usize>),
 }
 
@@ -54,18 +54,19 @@ impl fmt::Display for Choice {
 }
 
 impl Choice {
-    /// The device, for the process that is the `local_rank`-th of its machine. Processes beyond the
+    /// The device for the process with this `local_rank` on its machine. Processes beyond the
     /// number of GPUs share them.
     ///
     /// # Errors
-    /// If a GPU was asked for and there is none, or this program has no kernels for GPUs: in one
-    /// line that says what to do.
+    /// If a GPU was asked for and there is none, or this program has no kernels for GPUs. The
+    /// message is one line that says what to do.
     pub fn open(self, local_rank: usize) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Auto => match gpus() {
                 Ok(count) if count > 0 => open_gpu(local_rank % count),
-                // Whoever has a GPU does not want hours on the CPU for want of a library.
+                // The machine has a GPU, so a missing library is an error. Silently falling back to
+                // the CPU would waste hours.
                 Err(error) if has_driver() => Err(error),
                 _ => Ok(Device::Cpu),
             },
@@ -86,7 +87,7 @@ fn unavailable(message: impl Into<String>) -> Error {
     Error::NoGpu { message: message.into() }
 }
 
-/// How many GPUs programs see here.
+/// Number of GPUs visible to this program.
 ///
 /// # Errors
 /// If this program has no kernels for GPUs, or CUDA is not there.
@@ -110,7 +111,7 @@ fn open_gpu(ordinal: usize) -> Result<Device> {
     crate::tensor::gpu::open(ordinal)
 }
 
-/// How many GPUs programs see here.
+/// Number of GPUs visible to this program.
 ///
 /// # Errors
 /// If this program has no kernels for GPUs, or CUDA is not there.
@@ -126,11 +127,11 @@ fn open_gpu(_ordinal: usize) -> Result<Device> {
     gpus().map(|_| Device::Cpu)
 }
 
-/// The elements of a contiguous tensor (views are) on the CPU: itself if it is there, else a copy,
-/// for which the device is waited for.
+/// The elements of a contiguous tensor (or view) on the CPU: `t` itself if it is there, else a
+/// copy, which waits for the device.
 ///
 /// # Errors
-/// If `t` is not contiguous, or what the driver says.
+/// If `t` is not contiguous, or those of the driver.
 pub fn to_host(t: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "emulated")]
     crate::tensor::emulation::waited();
@@ -145,19 +146,20 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
     Ok(t.clone())
 }
 
-/// Values that the host reads later, as they are at a point in the order of what their device
-/// computes.
+/// Values that the host reads later, as they are at one point in the order of their device's
+/// operations.
 pub struct Reading {
     tensors: Vec<Tensor>,
     /// That point, on a GPU.
     at: Option<Mark>,
 }
 
-/// Has `tensors`, contiguous and on one device, read once what is queued so far is computed,
-/// whatever is queued behind it. Nobody waits here. Nothing may write them until they are read.
+/// Marks the point after everything queued so far. [`Reading::wait`] later reads `tensors`,
+/// contiguous and on one device, as they are at this point, whatever is queued after it. Does not
+/// wait. Nothing may write to the tensors until they are read.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn read_later(tensors: Vec<Tensor>) -> Result<Reading> {
     let at = match tensors.first() {
         // The emulator's tensors are on the host.
@@ -168,10 +170,10 @@ pub fn read_later(tensors: Vec<Tensor>) -> Result<Reading> {
 }
 
 impl Reading {
-    /// The values on the host. Waits for them, not for what was queued since [`read_later`].
+    /// The values on the host. Waits for them, but not for work queued since [`read_later`].
     ///
     /// # Errors
-    /// If a tensor is not contiguous or on another device, or what the driver says.
+    /// If a tensor is not contiguous or on another device, or those of the driver.
     pub fn wait(self) -> Result<Vec<Tensor>> {
         #[cfg(feature = "emulated")]
         crate::tensor::emulation::waited();
@@ -183,16 +185,16 @@ impl Reading {
     }
 }
 
-/// Most bytes that values go through locked memory by: larger ones take long enough without waiting
-/// for its pages.
+/// Largest upload, in bytes, that goes through pinned memory. Larger ones take long enough without
+/// waiting for pinned pages.
 #[cfg(feature = "cuda")]
 const LOCKED: usize = 64 << 20;
 
-/// A tensor of `values` on `device`. A GPU has taken them when this returns, or will in the order
-/// of its stream.
+/// A tensor of `values` on `device`. When this returns, a GPU has the values or will have them in
+/// the order of its stream.
 ///
 /// # Errors
-/// If they are not as many as `shape` has elements, or there is no memory.
+/// If the number of values differs from the elements of `shape`, or there is no memory.
 pub fn upload<T: HostElem>(
     values: Vec<T>,
     shape: impl Into<Shape>,
@@ -227,8 +229,8 @@ pub fn upload<T: HostElem>(
     Ok(Tensor::from_vec(values, shape.into(), device)?)
 }
 
-/// A tensor for a result that is written before it is read: of floats it holds whatever was in its
-/// memory.
+/// A tensor for a result that is written before it is read. If the dtype is a float, its contents
+/// are arbitrary.
 ///
 /// # Errors
 /// If there is no memory.
@@ -250,7 +252,7 @@ pub fn empty(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     }
 }
 
-/// As [`empty`], of zeros, for `what` is kept in it.
+/// As [`empty`], with zeros. `what` names the tensor's purpose in errors.
 ///
 /// # Errors
 /// As [`empty`]; names `what`.
@@ -273,7 +275,7 @@ pub fn zeros(
     Ok(Tensor::zeros(shape, dtype, device)?)
 }
 
-/// The memory of a GPU; nothing for the CPU, or where the driver does not tell. Does not wait for
+/// The memory of a GPU; none for the CPU, or where the driver does not report it. Does not wait for
 /// the device.
 pub fn memory(device: &Device) -> Option<Memory> {
     #[cfg(gpu)]
@@ -284,7 +286,7 @@ pub fn memory(device: &Device) -> Option<Memory> {
     None
 }
 
-/// Whether operations on `device` return before they are computed, as a GPU's do.
+/// Whether operations on `device` return before they are computed, as on a GPU.
 pub fn computes_ahead(device: &Device) -> bool {
     #[cfg(gpu)]
     return crate::tensor::gpu::computes(device);
@@ -295,11 +297,11 @@ pub fn computes_ahead(device: &Device) -> bool {
     }
 }
 
-/// Seconds that `device` takes for what `f` queues on it; on the CPU, that `f` takes. Waits for the
-/// device.
+/// Seconds that `device` takes for the work that `f` queues on it; on the CPU, seconds that `f`
+/// takes. Waits for the device.
 ///
 /// # Errors
-/// Those of `f`, or what the driver says.
+/// Those of `f`, or those of the driver.
 pub fn seconds<E: From<Error>>(
     device: &Device,
     f: impl FnOnce() -> std::result::Result<(), E>,
@@ -317,7 +319,7 @@ pub fn seconds<E: From<Error>>(
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// What a device is called: `CPU`, or the GPU's number and name.
+/// The name of a device: `CPU`, or the GPU's number and name.
 pub fn name(device: &Device) -> String {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(cuda) = device {

@@ -1,21 +1,21 @@
-//! How much memory a GPU has, and has left.
+//! A GPU's total, used and free memory.
 
 use std::fmt;
 
 /// A GPU's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// What tensors of this process hold.
+    /// Held by tensors of this process.
     pub used: u64,
-    /// What the process has taken for its tensors: freed memory is kept for the next ones.
+    /// Taken by the process for its tensors; freed memory is kept for the next ones.
     pub reserved: u64,
     /// The largest `used` so far.
     pub peak_used: u64,
     /// The largest `reserved` so far.
     pub peak_reserved: u64,
-    /// What nobody has taken of the device's.
+    /// Free on the device.
     pub free: u64,
-    /// All of the device's.
+    /// Total of the device.
     pub total: u64,
 }
 

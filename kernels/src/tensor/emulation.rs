@@ -1,18 +1,18 @@
-//! Whether a thread emulates a GPU, and what it asked of it: below all that touches tensors, which
-//! tells here that it did.
+//! Whether a thread emulates a GPU, and counts of its requests. This module is below all code that
+//! touches tensors, which reports to it.
 
 use std::cell::{Cell, RefCell};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// In which order threads of a block get their turns, and blocks are started.
+/// The order in which threads of a block take turns, and blocks start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     Forward,
     Backward,
-    /// Anew whenever every thread had a turn, from this seed.
+    /// Reshuffled after every thread had a turn, from this seed.
     Shuffled(u64),
-    /// A warp goes on for as long as it can before the next has a turn, so it writes early what
-    /// slower ones have still to read.
+    /// A warp runs as long as it can before the next has a turn, so it writes early to data that
+    /// slower warps have still to read.
     WarpByWarp,
 }
 
@@ -22,8 +22,8 @@ thread_local! {
     pub(crate) static HERE: Cell<Option<Order>> = const { Cell::new(None) };
 }
 
-/// Calls `f` with emulation on this thread: what it computes with tensors of f32, bf16 and f16 is
-/// computed by GPUs' kernels.
+/// Calls `f` with emulation on this thread: GPU kernels compute its operations on f32, bf16 and f16
+/// tensors.
 pub fn run<R>(order: Order, f: impl FnOnce() -> R) -> R {
     struct Restore(Option<Order>);
     impl Drop for Restore {
@@ -45,38 +45,37 @@ pub(crate) fn is_on() -> bool {
     HERE.get().is_some() || EVERYWHERE.load(Ordering::Relaxed)
 }
 
-/// What a thread asked of the emulated device: what would wait for a real one, or need the host's
-/// memory.
+/// A thread's requests to the emulated device that would make the host wait for a real one, or
+/// would need the host's memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Kernels launched.
     pub launches: u64,
-    /// Readings of the device's memory by the host, each of which waits until all launched kernels
-    /// have run.
+    /// Reads of device memory by the host. Each waits until all launched kernels have run.
     pub waits: u64,
-    /// Kernels launched before the last of them.
+    /// Kernels launched before the last wait.
     pub launches_before_last_wait: u64,
-    /// Times asked for.
+    /// Timestamps requested.
     pub timestamps: u64,
-    /// Copies of the host's values into new memory of the device.
+    /// Copies of host values into new device memory.
     pub uploads: u64,
-    /// Operations that touched elements by the CPU, by name, each once: on a real device there
-    /// would be none to touch. Products are computed so here, by cuBLASLt there.
+    /// Operations that touched elements on the CPU, by name, each once. On a real device there are
+    /// no elements in host memory. Matrix products are among them; cuBLASLt computes them on a GPU.
     pub on_the_host: Vec<&'static str>,
 }
 
 thread_local! {
     pub(crate) static COUNTS: RefCell<Counts> = RefCell::default();
-    /// Whether it is this backend that looks at a tensor's storage.
+    /// Whether this backend itself is looking at a tensor's storage.
     pub(crate) static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What this thread asked for since it was last asked.
+/// Returns this thread's counts since the last call, and resets them.
 pub fn take_counts() -> Counts {
     COUNTS.take()
 }
 
-/// The host read the device's memory.
+/// Records that the host read device memory.
 pub(crate) fn waited() {
     if is_on() {
         COUNTS.with_borrow_mut(|counts| {
@@ -86,12 +85,12 @@ pub(crate) fn waited() {
     }
 }
 
-/// The host copied values into the device's memory.
+/// Records that the host copied values into device memory.
 pub(crate) fn uploaded() {
     COUNTS.with_borrow_mut(|counts| counts.uploads += 1);
 }
 
-/// `op` touches elements of a tensor by the CPU.
+/// Records that `op` touches elements of a tensor on the CPU.
 pub(crate) fn touched(op: &'static str) {
     if is_on() && !INSIDE.get() {
         COUNTS.with_borrow_mut(|counts| {

@@ -24,7 +24,7 @@ pub enum Error {
     /// There is no GPU to compute on.
     #[error("no GPU: {message}")]
     NoGpu { message: String },
-    /// A kernel of a GPU could not be launched, or failed.
+    /// A GPU kernel could not be launched, or failed.
     #[error("GPU kernel {kernel}: {message}")]
     Gpu { kernel: String, message: String },
     /// The device has no memory left for a result.
@@ -37,10 +37,10 @@ pub enum Error {
         bytes: usize,
         shape: Vec<usize>,
         dtype: candle_core::DType,
-        /// Of the device, if the driver tells.
+        /// Memory of the device, if the driver reports it.
         memory: Option<Memory>,
     },
-    /// An error of candle's.
+    /// An error of candle.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
@@ -64,17 +64,17 @@ impl Error {
         }
     }
 
-    /// An error of a kernel of a GPU.
+    /// An error of a GPU kernel.
     #[cfg(gpu)]
     pub(crate) fn gpu(kernel: &str, message: impl Into<String>) -> Self {
         Self::Gpu { kernel: kernel.into(), message: message.into() }
     }
 }
 
-/// How CUDA calls it.
+/// CUDA's name for it.
 const OUT_OF_MEMORY: &str = "OUT_OF_MEMORY";
 
-/// Whether an error of candle's is that a device had too little memory.
+/// Whether an error of candle says that a device had too little memory.
 pub fn names_out_of_memory(error: &candle_core::Error) -> bool {
     format!("{error:?}").contains(OUT_OF_MEMORY)
 }

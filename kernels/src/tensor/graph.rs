@@ -1,34 +1,34 @@
-//! Work of a GPU that is recorded once and queued again by one call, which costs the host a few
-//! microseconds instead of one launch a kernel.
+//! Records GPU work once and queues it again by one call. This costs the host a few microseconds
+//! instead of one launch per kernel.
 
 use candle_core::Device;
 
 use crate::{Error, Result};
 
-/// What a GPU has recorded.
+/// Recorded GPU work.
 pub struct Graph(
     #[cfg(feature = "cuda")] crate::tensor::gpu::graph::Graph,
     #[cfg(not(feature = "cuda"))] std::convert::Infallible,
 );
 
-/// Whether `device` records what is queued on it.
+/// Whether `device` can record the work queued on it.
 pub fn can_record(device: &Device) -> bool {
     cfg!(feature = "cuda") && device.is_cuda()
 }
 
-/// Records what `f` queues on `device`, which is not computed now but each time that the result is
-/// launched.
+/// Records the work that `f` queues on `device`. It is not computed now, but each time that the
+/// result is launched. Waits for the device.
 ///
-/// A kernel is recorded with its arguments: numbers, and addresses of tensors. So `f` may read and
-/// write tensors from outside of it, which the caller keeps as long as the result, and makes what
-/// it needs besides; all of the latter is dropped when it returns, and lies at each launch where it
-/// lay at the first. It waits for nothing and copies nothing from or to the host, which is an
-/// error: a launch would copy again from where the host has something else by then. What is chosen
-/// by measuring (`gpu::product`) has to be chosen before, by an ordinary run of `f`. Waits for the
-/// device.
+/// - A kernel is recorded with its arguments: numbers, and addresses of tensors. The caller keeps
+///   every outside tensor that `f` reads or writes for as long as the result.
+/// - Tensors that `f` makes are dropped when it returns. They have the same addresses at each
+///   launch.
+/// - `f` must neither wait nor copy from or to the host; both are errors. A launch would copy again
+///   from host memory that holds something else by then.
+/// - Choices by measurement (`cuda::product`) have to be made before, by an ordinary run of `f`.
 ///
 /// # Errors
-/// If `device` is no GPU, those of `f`, or what the driver says.
+/// If `device` is not a GPU, those of `f`, or those of the driver.
 pub fn record<E: From<Error>>(
     device: &Device,
     f: impl FnOnce() -> std::result::Result<(), E>,
@@ -44,10 +44,10 @@ pub fn record<E: From<Error>>(
 }
 
 impl Graph {
-    /// Queues what was recorded, behind what is queued on its device. Nobody waits.
+    /// Queues the recorded work after other work on its device. Does not wait.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn launch(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
         return self.0.launch();
@@ -55,7 +55,7 @@ impl Graph {
         match self.0 {}
     }
 
-    /// How many operations it has: kernels, and others.
+    /// Number of recorded operations: kernels and others.
     pub fn num_operations(&self) -> usize {
         #[cfg(feature = "cuda")]
         return self.0.num_operations();

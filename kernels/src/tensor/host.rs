@@ -1,9 +1,9 @@
-//! Slices of CPU tensors: read ones, and mutable ones through views of a shared storage.
+//! Slices of CPU tensors: shared ones to read, and mutable ones through views of a shared storage.
 //!
-//! candle offers mutation only through `inplace_op1`, whose closure receives the storage under its
-//! write lock. [`with_slice_mut`] wraps that, so flat buffers can be lent out view by view.
-//! Holding a read guard of a storage while lending the same storage mutably would deadlock; callers
-//! never nest the two for one storage.
+//! candle offers mutation only through `inplace_op1`: its closure receives the storage under the
+//! storage's write lock. [`with_slice_mut`] wraps that, so that flat buffers can be lent out view
+//! by view. To hold a read guard of a storage while lending the same storage mutably would
+//! deadlock; callers never nest the two for one storage.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -22,9 +22,8 @@ fn range(layout: &Layout, op: &'static str) -> Result<std::ops::Range<usize>> {
     }
 }
 
-/// As [`range`], and the distance of rows, of a contiguous tensor, or of one whose rows, over all
-/// leading dimensions, are contiguous and lie equally far apart: then what lies between them is in
-/// the range, too.
+/// As [`range`], and the row stride. Accepts a contiguous tensor, or one with contiguous rows at
+/// one stride over all leading dimensions. The range then includes the gaps between rows.
 pub(crate) fn rows(
     layout: &Layout,
     op: &'static str,
@@ -67,13 +66,13 @@ pub fn with_slice<T: WithDType, R>(
 struct Lend<T, F, R> {
     elem: PhantomData<T>,
     op: &'static str,
-    /// Rows may lie apart.
+    /// Whether rows may be strided.
     apart: bool,
     f: RefCell<Option<F>>,
     out: RefCell<Option<Result<R>>>,
 }
 
-/// Elements that flat buffers and messages are made of.
+/// Element types of flat buffers and messages.
 pub trait HostElem: WithDType {
     /// The storage's elements, if it holds this type.
     fn storage_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
@@ -119,11 +118,11 @@ impl<T: HostElem, F: FnOnce(&mut [T], usize) -> Result<R>, R> InplaceOp1 for Len
     }
 }
 
-/// Calls `f` with the mutable elements of a contiguous CPU tensor (a view included): other tensors
+/// Calls `f` with the mutable elements of a contiguous CPU tensor (a view included). Other tensors
 /// that share the storage see the change. The storage stays write-locked while `f` runs.
 ///
 /// # Errors
-/// If `t` is not contiguous, not of dtype `T`, or not on the CPU; or what `f` returns.
+/// If `t` is not contiguous, not of dtype `T`, or not on the CPU; or those of `f`.
 pub fn with_slice_mut<T: HostElem, R>(
     t: &Tensor,
     op: &'static str,
@@ -132,11 +131,11 @@ pub fn with_slice_mut<T: HostElem, R>(
     lend(t, op, false, |slice, _| f(slice))
 }
 
-/// As [`with_slice_mut`], also of a tensor whose rows lie apart: `f` gets all from the first to the
-/// last element, and the distance of rows.
+/// As [`with_slice_mut`], but also accepts a tensor with strided rows. `f` gets everything from the
+/// first to the last element, and the row stride.
 ///
 /// # Errors
-/// As [`with_slice_mut`], where such a matrix need not be contiguous.
+/// As [`with_slice_mut`], except that strided rows are allowed.
 pub(crate) fn with_rows_mut<T: HostElem, R>(
     t: &Tensor,
     op: &'static str,
@@ -154,7 +153,7 @@ fn lend<T: HostElem, R>(
     #[cfg(feature = "emulated")]
     crate::tensor::emulation::touched(op);
     if t.elem_count() == 0 {
-        // candle refuses to lend what it takes for elements in one place.
+        // candle refuses to lend a layout in which it sees all elements at one address.
         return with_slice::<T, _>(t, op, |_| Ok(()))
             .and_then(|()| f(&mut [], t.dims().last().copied().unwrap_or(1)));
     }
@@ -169,7 +168,7 @@ fn lend<T: HostElem, R>(
     lend.out.into_inner().unwrap_or_else(|| Err(Error::shape(op, "storage was not lent")))
 }
 
-/// Dispatches on the dtypes that flat buffers and messages may have.
+/// Dispatches on the dtypes of flat buffers and messages.
 macro_rules! by_dtype {
     ($t:expr, $op:expr, $T:ident => $body:expr) => {
         match $t.dtype() {
@@ -252,7 +251,7 @@ mod tests {
         let left = all.narrow(1, 0, 2).unwrap();
         let refused = with_slice_mut::<f32, ()>(&left, "test", |_| panic!("lent")).unwrap_err();
         assert!(matches!(refused, Error::NotContiguous { op: "test", .. }), "{refused}");
-        // From its first to its last element, with what lies between the rows.
+        // From the first to the last element, with the gaps between the rows.
         let lent =
             with_rows_mut::<f32, _>(&left, "test", |all, apart| Ok((all.to_vec(), apart))).unwrap();
         assert_eq!(lent, ((0..10).map(|i| i as f32).collect(), 4));

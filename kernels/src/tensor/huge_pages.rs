@@ -5,20 +5,20 @@ use std::alloc::{GlobalAlloc, Layout};
 
 use crate::tensor::allocator::LineAligned;
 
-/// The system's allocator, whose large blocks begin with a cache line ([`LineAligned`]), and which
-/// asks for huge pages (`madvise(2)`, `MADV_HUGEPAGE`): for the whole heap, with what small tensors
-/// and products' packed operands lie on, and for what lies elsewhere and is large enough. Memory is
-/// then touched with few page faults, and found with few walks through page tables, which cost most
-/// in virtual machines. Many systems give huge pages to those who ask only.
+/// The system's allocator, with large blocks that begin with a cache line ([`LineAligned`]) and lie
+/// on huge pages (`madvise(2)`, `MADV_HUGEPAGE`). It asks for huge pages for the whole heap, which
+/// holds small tensors and packed operands, and for large blocks elsewhere. Huge pages save page
+/// faults and page-table walks, which cost most in virtual machines. Many systems give huge pages
+/// only to programs that ask.
 ///
 /// For the binary of a program: `#[global_allocator] static ALLOCATOR: HugePages = HugePages;`.
 #[derive(Debug)]
 pub struct HugePages;
 
-// SAFETY: every block is `LineAligned`'s.
+// SAFETY: every block comes from `LineAligned`.
 unsafe impl GlobalAlloc for HugePages {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are those that `LineAligned` asks for; so below.
+        // SAFETY: the caller's promises are the ones that `LineAligned` asks for; the same below.
         advised(unsafe { LineAligned.alloc(layout) }, layout.size())
     }
 
@@ -35,7 +35,7 @@ unsafe impl GlobalAlloc for HugePages {
     }
 }
 
-/// A block of `len` bytes, after huge pages were asked for.
+/// Returns `block`, of `len` bytes, after asking for huge pages.
 fn advised(block: *mut u8, len: usize) -> *mut u8 {
     #[cfg(target_os = "linux")]
     linux::advise(block, len);
@@ -50,18 +50,18 @@ mod linux {
 
     /// Bytes of a huge page of x86-64, and of most kernels for aarch64.
     const HUGE: usize = 2 << 20;
-    /// Smaller blocks do not ask; they lie beside larger ones.
+    /// Smaller blocks do not ask: they share pages with larger ones.
     const LARGE: usize = 64 << 10;
 
-    /// Up to which address the heap has asked. As all of the program's own memory, it lies before
-    /// the heap.
+    /// The address up to which the heap has asked. As a static, this variable itself lies before
+    /// the heap, and so bounds the heap from below.
     static ASKED: AtomicUsize = AtomicUsize::new(0);
 
     pub fn advise(block: *mut u8, len: usize) {
         if len < LARGE || block.is_null() || crate::tensor::arena::holds(block) {
             return;
         }
-        // SAFETY: asks where the heap ends.
+        // SAFETY: only asks where the heap ends.
         let end = unsafe { libc::sbrk(0) }.addr();
         let heap = (&raw const ASKED).addr()..end;
         if let Some(pages) =
@@ -71,15 +71,15 @@ mod linux {
                 ASKED.fetch_max(end, Ordering::Relaxed);
             }
             let first = block.map_addr(|_| pages.start).cast();
-            // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge
+            // SAFETY: the call changes the kind of pages, not their contents. Systems without huge
             // pages refuse, which changes nothing.
             unsafe { libc::madvise(first, pages.len(), libc::MADV_HUGEPAGE) };
         }
     }
 
-    /// What to ask for because of a block. On the heap, of which the part before `asked` has asked:
-    /// all that it has grown by, before anything but this block is touched there. Elsewhere: the
-    /// whole huge pages within the block.
+    /// The range to ask for when a block is allocated. For a block on the heap: everything that the
+    /// heap has grown by since `asked`, before anything but this block is touched there. Elsewhere:
+    /// the whole huge pages within the block.
     fn to_ask(block: Range<usize>, heap: Range<usize>, asked: usize) -> Option<Range<usize>> {
         let is_on_heap = heap.start <= block.start && block.end <= heap.end;
         let pages = match is_on_heap {
@@ -125,8 +125,7 @@ mod tests {
     fn blocks_of_every_size_hold_what_is_written() {
         for len in [1, (64 << 10) - 1, 64 << 10, 2 << 20, (4 << 20) + 1, (10 << 20) + 4097] {
             let layout = Layout::from_size_align(len, 64).unwrap();
-            // SAFETY: the layout is not empty; the block is used within its length and given back
-            // once.
+            // SAFETY: the layout is not empty; the block is used within its length and freed once.
             unsafe {
                 let block = HugePages.alloc_zeroed(layout);
                 assert!(

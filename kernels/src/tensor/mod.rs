@@ -1,4 +1,4 @@
-//! What computation stands on: element types, devices, views, memory, threads, random numbers,
+//! The foundation of the kernels: element types, devices, views, memory, threads, random numbers,
 //! spans of time.
 
 pub mod allocator;

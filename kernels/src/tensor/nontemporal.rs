@@ -1,7 +1,7 @@
-//! Stores that go past the caches ("non-temporal"): for what this core does not read again soon.
+//! Non-temporal stores, which bypass the caches: for data that this core does not read again soon.
 //!
-//! An ordinary store fetches its cache line first, and takes it from another core that has read it.
-//! Streamed ones do neither.
+//! An ordinary store first fetches its cache line, and takes it from another core that has read it.
+//! A non-temporal store does neither.
 #![allow(unsafe_code)]
 
 use crate::tensor::element::{Elem, Float};
@@ -12,13 +12,13 @@ pub(crate) fn zeros<E: Elem>(to: &mut [E]) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{__m128i, _mm_setzero_si128, _mm_sfence, _mm_stream_si128};
-        // SAFETY: E is a plain number, of which zero bytes are 0; SSE2 is part of x86-64.
+        // SAFETY: E is a plain number, and zero bytes are the number 0; SSE2 is part of x86-64.
         unsafe {
             let (first, lines, last) = to.align_to_mut::<__m128i>();
             first.fill(zero);
             lines.iter_mut().for_each(|line| _mm_stream_si128(line, _mm_setzero_si128()));
             last.fill(zero);
-            // Streamed stores are ordered by this alone.
+            // Only a fence orders non-temporal stores.
             _mm_sfence();
         }
     }
@@ -26,7 +26,7 @@ pub(crate) fn zeros<E: Elem>(to: &mut [E]) {
     to.fill(zero);
 }
 
-/// As `copy_from_slice`. What is stored is there for other cores once they see a later store.
+/// As `copy_from_slice`. Other cores see the copied bytes once they see a later store.
 ///
 /// # Panics
 /// If the lengths differ.
@@ -36,8 +36,8 @@ pub fn copy(to: &mut [u8], from: &[u8]) {
     {
         use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
         const WIDTH: usize = size_of::<__m128i>();
-        // SAFETY: any bytes are a value of both types; SSE2 is part of x86-64. Loads are of a
-        // vector's bytes of `from`, at any address.
+        // SAFETY: any bytes are a value of both types; SSE2 is part of x86-64. Each load reads one
+        // vector's bytes of `from`; loads may be unaligned.
         unsafe {
             let (first, vectors, last) = to.align_to_mut::<__m128i>();
             let (head, rest) = from.split_at(first.len());

@@ -1,4 +1,4 @@
-//! Results, allocated without being zeroed first and written block by block ([`Uninit`]).
+//! Allocates results without zeroing them, and writes them block by block ([`Uninit`]).
 
 use std::mem::MaybeUninit;
 
@@ -12,13 +12,13 @@ use crate::tensor::element::{Elem, Float};
 use crate::tensor::parallel;
 use crate::tensor::view::tensor;
 
-/// `n` elements of which nobody knows anything, in memory that nobody has cleared.
+/// `n` elements with arbitrary contents: the memory is not cleared.
 pub fn anything<E: Elem>(n: usize) -> Vec<E> {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     {
         let mut data: Vec<E> = Vec::with_capacity(n);
-        // SAFETY: for all that the compiler may assume, these instructions, of which there are
-        // none, have written the elements; whatever the memory holds are numbers.
+        // SAFETY: the empty assembly block has, as far as the compiler may assume, written the
+        // elements; any bit pattern is a valid number.
         unsafe {
             std::arch::asm!("/* {0} */", in(reg) data.as_mut_ptr(), options(nostack, preserves_flags));
             data.set_len(n);
@@ -29,8 +29,8 @@ pub fn anything<E: Elem>(n: usize) -> Vec<E> {
     vec![E::store(E::Acc::ZERO); n]
 }
 
-/// `n` elements, of which every block of `block` is written by a call of `f`, which also gets the
-/// number of its first element.
+/// `n` elements in blocks of `block`. `f` writes each block; it gets the index of the block's first
+/// element.
 pub fn blocks<T: Copy + Send>(
     n: usize,
     block: usize,
@@ -45,9 +45,9 @@ pub fn blocks<T: Copy + Send>(
     data
 }
 
-/// A tensor of shape `dims`, of whose elements blocks of `block`, whole rows, are written as by
-/// [`blocks`], for products to read: rows that would crowd their caches are written one by one and
-/// lie a line further apart, with zeros between them, which `f` is not told of.
+/// A tensor of shape `dims` for matrix products to read. As in [`blocks`], `f` writes it in blocks
+/// of `block` elements, which are whole rows. Rows that would conflict in caches are written one by
+/// one and padded by a cache line of zeros, which `f` does not see.
 pub fn for_products<E: Elem>(
     dims: &[usize],
     block: usize,
@@ -73,8 +73,9 @@ pub fn for_products<E: Elem>(
     Ok(tensor(data, [leading, &[apart]].concat(), like)?.narrow(leading.len(), 0, width)?)
 }
 
-/// Two tensors as of [`for_products`], row by row: of `K - 1` sections of `width` elements side by
-/// side, and of one. `f` gets a row's number and all of its sections, the other tensor's last.
+/// Two tensors as by [`for_products`], row by row: one with rows of `K - 1` sections of `width`
+/// elements, one with rows of one section. `f` gets a row's index and all of its sections; the last
+/// section belongs to the second tensor.
 pub fn rows_for_products<E: Elem, const K: usize>(
     leading: &[usize],
     width: usize,
@@ -115,7 +116,7 @@ pub fn rows_for_products<E: Elem, const K: usize>(
             }
         },
     );
-    // SAFETY: all rows of both were written, and what is between them.
+    // SAFETY: all rows of both tensors and the padding between them were written.
     unsafe {
         a.set_len(rows * aparts[0]);
         b.set_len(rows * aparts[1]);
@@ -130,8 +131,8 @@ pub fn rows_for_products<E: Elem, const K: usize>(
     Ok([narrow(a, 0)?, narrow(b, 1)?])
 }
 
-/// As [`blocks`] with blocks of `block` elements of the result and the blocks of `block_b` of `b`
-/// that have the same numbers; `f` gets that number.
+/// As [`blocks`], together with `b`: block i of `block` elements of the result goes with block i of
+/// `block_b` elements of `b`. `f` gets i.
 pub fn blocks2<T: Copy + Send, B: Send>(
     n: usize,
     block: usize,
@@ -148,7 +149,7 @@ pub fn blocks2<T: Copy + Send, B: Send>(
     parallel::blocks2(&mut data.spare_capacity_mut()[..n], block, b, block_b, |i, part, b| {
         check(part, |out| f(i, out, b))
     });
-    // SAFETY: as above; as many blocks of `b` keep the pairs from ending early.
+    // SAFETY: as above; `b` has as many blocks, so the zipped iteration does not end early.
     unsafe { data.set_len(n) };
     data
 }

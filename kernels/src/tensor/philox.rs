@@ -1,5 +1,5 @@
-//! Counter-based random numbers: every one is a function of (seed, place), so none depends on a
-//! layout.
+//! Counter-based random numbers. Every number is a function of (seed, place), so none depends on
+//! the parallel layout.
 //!
 //! Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3": Philox4x32-10.
 
@@ -33,7 +33,8 @@ pub(crate) fn words(v: u64) -> [u32; 2] {
     [v as u32, (v >> 32) as u32]
 }
 
-/// An endless row of random words: word i is word i % 4 of Philox at counter `[a, b, i / 4, d]`.
+/// An endless sequence of random words: word i is word i % 4 of Philox at counter `[a, b, i / 4,
+/// d]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WordRow {
     pub a: u32,
@@ -43,7 +44,7 @@ pub(crate) struct WordRow {
 }
 
 impl WordRow {
-    /// Fills `out` with the words from number `4 · first_block` on.
+    /// Fills `out` with the words from index `4 · first_block` on.
     #[inline(always)]
     pub fn fill(self, first_block: u32, out: &mut [u32]) {
         let mut block = first_block;
@@ -76,8 +77,8 @@ impl WordRow {
     }
 }
 
-/// [`LANES`] times [`philox4x32`], side by side. Words are in the low halves of 64-bit lanes, where
-/// the multiplication wants them; the high halves are garbage.
+/// [`LANES`] instances of [`philox4x32`], side by side. Words are in the low halves of 64-bit
+/// lanes, where the multiplication needs them; the high halves are garbage.
 #[inline(always)]
 fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] {
     let [mut c0, mut c1, mut c2, mut c3] = counter;
@@ -97,18 +98,18 @@ fn philox_lanes(counter: [[u64; LANES]; 4], key: [u32; 2]) -> [[u64; LANES]; 4] 
     [c0, c1, c2, c3]
 }
 
-/// The stream of a parameter: FNV-1a (64 bits) of its name.
+/// The stream id of a parameter: FNV-1a (64 bits) of its name.
 pub fn stream_id(name: &str) -> u64 {
     name.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
     })
 }
 
-/// Fills `out` with draws from N(0, std²); the value of an element depends on `seed`, `stream` and
-/// its global index alone. `stream` is the [`stream_id`] of the parameter's name, `first` the
-/// global index of `out[0]`.
+/// Fills `out` with draws from N(0, std²). The value of an element depends only on `seed`, `stream`
+/// and its global index. `stream` is the [`stream_id`] of the parameter's name, `first` the global
+/// index of `out[0]`.
 ///
-/// Element 4c + j is the j-th of the four normals that Box–Muller makes, in f64, of Philox at
+/// Element 4c + j is the j-th of the four normals that Box–Muller makes, in f64, from Philox at
 /// counter (c, stream). Only IEEE additions, multiplications, divisions and square roots are used,
 /// so every machine draws the same numbers.
 pub fn fill_normal(out: &mut [f32], seed: u64, stream: u64, first: u64, std: f64) {
@@ -135,8 +136,8 @@ pub fn fill_normal(out: &mut [f32], seed: u64, stream: u64, first: u64, std: f64
     });
 }
 
-/// Fills `out` with draws from the uniform distribution over `range`, by place as [`fill_normal`]:
-/// element 4c + j is made of word j of Philox at counter (c, stream).
+/// Fills `out` with draws from the uniform distribution over `range`, by place as in
+/// [`fill_normal`]: element 4c + j is made from word j of Philox at counter (c, stream).
 pub fn fill_uniform(out: &mut [f32], seed: u64, stream: u64, first: u64, range: Range<f64>) {
     let (key, [s0, s1]) = (words(seed), words(stream));
     let width = range.end - range.start;
@@ -148,7 +149,7 @@ pub fn fill_uniform(out: &mut [f32], seed: u64, stream: u64, first: u64, range: 
     }
 }
 
-/// The standard normals of [`LANES`] blocks from `first_block` on (Box & Muller 1958).
+/// The standard normals of [`LANES`] blocks, starting at `first_block` (Box & Muller 1958).
 #[inline(always)]
 fn normals(first_block: u64, stream: u64, key: [u32; 2], out: &mut [f64; 4 * LANES]) {
     let wide = |word: u32| [u64::from(word); LANES];
@@ -174,14 +175,15 @@ fn normals(first_block: u64, stream: u64, key: [u32; 2], out: &mut [f64; 4 * LAN
     }
 }
 
-/// ln x of a normal positive x, to about 1e-16 relative: 2·artanh((m − 1)/(m + 1)) + e·ln 2 for x =
-/// m·2ᵉ.
+/// ln x of a positive x that is not subnormal, to about 1e-16 relative: 2·artanh((m − 1)/(m + 1)) +
+/// e·ln 2 for x = m·2ᵉ.
 #[inline(always)]
 fn ln(x: f64) -> f64 {
     const SQRT_HALF_BITS: u64 = 0x3FE6_A09E_667F_3BCD;
     const MANTISSA: u64 = (1 << 52) - 1;
     let shifted = x.to_bits().wrapping_sub(SQRT_HALF_BITS & !MANTISSA) as i64;
-    // The mantissa lies in [√½, √2): borrow one from the exponent where it would be below.
+    // The mantissa lies in [√½, √2): borrow one from the exponent where the mantissa would be
+    // below.
     let low = (x.to_bits() & MANTISSA) < (SQRT_HALF_BITS & MANTISSA);
     let exponent = (shifted >> 52) as i32 - i32::from(low);
     let m = f64::from_bits(
@@ -199,7 +201,7 @@ fn ln(x: f64) -> f64 {
 /// sin and cos of 2π·v for v in [0, 1], by their series around the nearest quarter turn.
 #[inline(always)]
 fn sin_cos_of_turn(v: f64) -> (f64, f64) {
-    // 1.5·2⁵²: adding it leaves the nearest integer in the low bits
+    // 1.5·2⁵²: adding it leaves the nearest integer in the low bits.
     const ROUND: f64 = 6_755_399_441_055_744.0;
     let t = v * 4.0 + ROUND;
     let quarter = t.to_bits() & 3;
@@ -222,7 +224,7 @@ mod tests {
 
     #[test]
     fn philox_agrees_with_the_published_vectors() {
-        // Random123's kat_vectors.
+        // From Random123's `kat_vectors`.
         assert_eq!(
             philox4x32([0; 4], [0; 2]),
             [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]

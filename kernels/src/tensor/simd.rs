@@ -1,9 +1,10 @@
 //! One portable source for every vector width.
 //!
 //! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per
-//! instruction set and picks one at run time. The compiler never contracts `a * b + c` into a fused
-//! operation, what is fused says `mul_add`, and sums run over fixed lanes; so all paths, and the
-//! vector body and the remainder of a loop, give the same bits.
+//! instruction set and picks one at run time. All paths give the same bits, and so do the vector
+//! body and the remainder of a loop. This holds for three reasons: the compiler never contracts `a
+//! * b + c` into a fused operation; fused operations are written as `mul_add`; sums run over fixed
+//! lanes.
 
 use std::sync::OnceLock;
 
@@ -15,7 +16,7 @@ const VARIABLE: &str = "MEGATRON_SIMD";
 /// Instruction sets that kernels are written for; each includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
-    /// What the compiler's target has everywhere: SSE2, or NEON on aarch64.
+    /// Features that the compiler's target always has: SSE2, or NEON on aarch64.
     Portable,
     /// AVX2, FMA and F16C (x86-64-v3).
     Avx2,
@@ -41,20 +42,20 @@ impl Isa {
         }
     }
 
-    /// The largest set that this machine has and that is of use on it.
+    /// The largest set that this machine has and benefits from.
     pub fn supported() -> Isa {
         static SUPPORTED: OnceLock<Isa> = OnceLock::new();
         *SUPPORTED.get_or_init(machine)
     }
 
-    /// The set that kernels use: what `MEGATRON_SIMD` names (for tests and diagnosis), else the
-    /// largest. Read once. A value that [`Isa::requested`] refuses is passed over.
+    /// The set that kernels use: the one that `MEGATRON_SIMD` names (for tests and diagnosis), else
+    /// the largest. Read once. A value that [`Isa::requested`] refuses is ignored.
     pub fn detected() -> Isa {
         static DETECTED: OnceLock<Isa> = OnceLock::new();
         *DETECTED.get_or_init(|| Isa::requested().ok().flatten().unwrap_or_else(Isa::supported))
     }
 
-    /// What `MEGATRON_SIMD` asks for.
+    /// The set that `MEGATRON_SIMD` asks for.
     ///
     /// # Errors
     /// A message for the user if it names no instruction set, or one that this machine does not
@@ -106,11 +107,11 @@ fn machine() -> Isa {
     }
 }
 
-/// Whether the processor is one of Intel's. Their VDPBF16PS multiplies no faster than their FMA of
-/// f32 (on Sapphire and Emerald Rapids half as fast), AMD's twice as fast.
+/// Whether the processor is made by Intel. VDPBF16PS on Intel multiplies no faster than FMA of f32
+/// (on Sapphire and Emerald Rapids half as fast); on AMD it is twice as fast.
 #[cfg(target_arch = "x86_64")]
 pub fn is_intel() -> bool {
-    // Asked once: a virtual machine leaves the processor for the answer.
+    // Asked once, because in a virtual machine CPUID traps to the hypervisor.
     static ANSWER: OnceLock<bool> = OnceLock::new();
     *ANSWER.get_or_init(|| {
         let vendor = std::arch::x86_64::__cpuid(0);
@@ -124,8 +125,8 @@ fn machine() -> Isa {
     Isa::Portable
 }
 
-/// Whether the processor has AMX tiles of bf16, and Linux lets this process use their registers: it
-/// asks for them, for all threads (Linux, Documentation/arch/x86/xstate.rst).
+/// Whether the processor has AMX tiles of bf16, and Linux lets this process use their registers.
+/// Asks Linux for the permission, for all threads (Linux, Documentation/arch/x86/xstate.rst).
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn amx_permitted() -> bool {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
@@ -149,17 +150,17 @@ fn amx_permitted() -> bool {
 /// Independent partial sums of a reduction: one AVX-512 register of f32.
 pub const LANES: usize = 16;
 
-/// Bytes by which loops over memory ask for what they will read.
+/// Prefetch distance of loops over memory, in bytes.
 pub const AHEAD: usize = 2048;
 
-/// Has the cache line at `address`, which may be anywhere, fetched, on machines that can be asked
-/// to.
+/// Prefetches the cache line at `address`, which may be any address. Does nothing on machines
+/// without such an instruction.
 #[inline(always)]
 pub fn prefetch<T>(address: *const T) {
     ask::<true, T>(address);
 }
 
-/// As [`prefetch`], into the second level of cache alone: of such lines more can be on their way.
+/// As [`prefetch`], into L2 only: more of these lines can be in flight.
 #[inline(always)]
 pub fn prefetch_l2<T>(address: *const T) {
     ask::<false, T>(address);
@@ -168,7 +169,7 @@ pub fn prefetch_l2<T>(address: *const T) {
 #[inline(always)]
 fn ask<const INTO_L1: bool, T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: it is no access, and every x86-64 has the instruction.
+    // SAFETY: a prefetch is no access, and every x86-64 has the instruction.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
         if INTO_L1 {
@@ -181,9 +182,8 @@ fn ask<const INTO_L1: bool, T>(address: *const T) {
     let _ = address;
 }
 
-/// As [`prefetch`], as much as `part` has, [`AHEAD`] bytes further. Nothing where that is more than
-/// a page, which would fill the queues of what is on its way, and which processors see coming by
-/// themselves.
+/// Prefetches as many bytes as `part` has, [`AHEAD`] bytes after `part`. Does nothing for more than
+/// a page: that would fill the load queues, and hardware prefetchers recognize such long runs.
 #[inline(always)]
 pub fn prefetch_ahead<T>(part: &[T]) {
     const PAGE: usize = 4096;
@@ -193,9 +193,9 @@ pub fn prefetch_ahead<T>(part: &[T]) {
     }
 }
 
-/// Runs `f` compiled for the widest vectors this machine has.
+/// Runs `f` compiled for the widest vectors of this machine.
 ///
-/// What `f` calls must be inlined into it to profit; pass `#[inline(always)] || …`.
+/// Only functions that are inlined into `f` profit; pass `#[inline(always)] || …`.
 #[inline]
 pub fn vectorize<R>(f: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]

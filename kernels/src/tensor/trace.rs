@@ -1,11 +1,11 @@
-//! Timed spans of what a thread does: phases of a step, kernels, collectives, waits.
+//! Timed spans of a thread's activities: phases of a step, kernels, collectives, waits.
 //!
-//! Nothing is recorded unless a [`Recorder`] is entered on the thread; a span then costs two clock
-//! readings, and otherwise a look at a thread-local. Spans of one thread nest.
+//! Nothing is recorded unless a [`Recorder`] is entered on the thread. A span then costs two clock
+//! readings; otherwise it costs one look at a thread-local. Spans of one thread nest.
 //!
-//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when that computes what a span
-//! queues, rather than when it is queued: by times that the device notes in passing, and that are
-//! read when the recording has ended. Nobody waits for it in between.
+//! A thread that entered with a GPU ([`Recorder::enter_on`]) records when the GPU computes the work
+//! of a span, not when the host queues it. The device notes these times in passing, and they are
+//! read when the recording has ended. Nothing waits for the device in between.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,14 +16,14 @@ use candle_core::{Device, Tensor};
 #[cfg(gpu)]
 use crate::tensor::gpu::{Gpu, Timestamp};
 
-/// What a span is an instance of.
+/// The category of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
     /// A part of a step that holds other spans, e.g. a forward pass.
     Phase,
     /// An operation of this crate.
     Kernel,
-    /// A collective operation or message, where its bytes are moved.
+    /// A collective operation or message, while it moves its bytes.
     Communication,
     /// Waiting for another rank.
     Wait,
@@ -34,13 +34,13 @@ pub enum Kind {
 pub struct Event {
     pub name: &'static str,
     pub kind: Kind,
-    /// Which of the recorder's threads, from 0 in the order they first entered.
+    /// Index of the recorder's thread, from 0 in the order of first entry.
     pub thread: usize,
-    /// Since the recorder was made.
+    /// Time since the recorder was made.
     pub start: Duration,
     pub length: Duration,
-    /// Floating-point operations of the span itself, as usually counted for it; 0 if that is not
-    /// what it is for.
+    /// Floating-point operations of the span itself, by the usual count; 0 if the span is not about
+    /// arithmetic.
     pub flops: u64,
     /// Bytes that the operation must at least read and write, or put on the wire.
     pub bytes: u64,
@@ -48,7 +48,7 @@ pub struct Event {
     pub place: Option<(usize, usize)>,
 }
 
-/// What a recorder's threads share.
+/// Shared by a recorder's threads.
 struct Shared {
     begin: Instant,
     begin_unix: Duration,
@@ -82,8 +82,8 @@ impl Recorder {
         }))
     }
 
-    /// The recorder that the present thread records to, if any: to be entered on another thread
-    /// that works for it.
+    /// The recorder of the current thread, if any, for entering on another thread that works for
+    /// this one.
     pub fn current() -> Option<Self> {
         RECORDING
             .get()
@@ -91,8 +91,8 @@ impl Recorder {
             .flatten()
     }
 
-    /// Records the present thread's spans until the guard is dropped. A thread of the name `name`
-    /// that entered before continues its track.
+    /// Records the current thread's spans until the guard is dropped. A thread with a `name` that
+    /// entered before continues the track of that name.
     pub fn enter(&self, name: &str) -> Entered {
         let mut threads = lock(&self.0.threads);
         let thread = threads.iter().position(|known| known == name).unwrap_or_else(|| {
@@ -112,11 +112,11 @@ impl Recorder {
         Entered { before }
     }
 
-    /// As [`Recorder::enter`], with the times of what `device` computes if it is a GPU, which is
-    /// then waited for.
+    /// As [`Recorder::enter`]. If `device` is a GPU, spans get the times at which it computes; this
+    /// waits for the GPU.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn enter_on(&self, name: &str, device: &Device) -> crate::Result<Entered> {
         let entered = self.enter(name);
         #[cfg(gpu)]
@@ -142,12 +142,12 @@ impl Recorder {
         lock(&self.0.threads).clone()
     }
 
-    /// Takes what was recorded, by start; of two spans with one start, the outer first. Threads
-    /// that are still inside contribute what they recorded before.
+    /// Takes the recorded spans, by start; of two spans with the same start, the outer comes first.
+    /// Threads that are still inside contribute only what they recorded before.
     pub fn take(&self) -> Vec<Event> {
         let mut events = std::mem::take(&mut *lock(&self.0.events));
-        // Spans end before those around them: of two with the same times, which a GPU's clock
-        // gives, the later one is the outer.
+        // A span ends before the spans around it. Of two with equal times, which a GPU's clock can
+        // give, the later one is the outer.
         events.reverse();
         events.sort_by_key(|e| (e.thread, e.start, std::cmp::Reverse(e.length)));
         events
@@ -163,14 +163,14 @@ struct Local {
     clock: Option<Clock>,
 }
 
-/// The clock of a GPU, and what is to be read from it.
+/// The clock of a GPU, and the timestamps to read from it.
 #[cfg(gpu)]
 struct Clock {
     gpu: Gpu,
-    /// A time of the device's, and what the recorder's clock showed then.
+    /// A time on the device, and the recorder's time at that moment.
     zero: Timestamp,
     at: Duration,
-    /// Events, and when the device began and ended them.
+    /// Index of the event, and when the device began and ended it.
     taken: Vec<(usize, Timestamp, Timestamp)>,
 }
 
@@ -183,8 +183,8 @@ impl Clock {
         Ok(Self { gpu, zero, at: begin.elapsed(), taken: Vec::new() })
     }
 
-    /// Gives events the device's times. Both ends are taken from the same zero, so that rounding
-    /// keeps what is nested so.
+    /// Gives events the device's times. Both ends are measured from the same zero, so that rounding
+    /// keeps nested spans nested.
     fn read(&self, events: &mut [Event]) -> crate::Result<()> {
         for (event, start, end) in &self.taken {
             let (start, end) = (start.since(&self.zero)?, end.since(&self.zero)?);
@@ -200,7 +200,7 @@ thread_local! {
     static LOCAL: RefCell<Option<Local>> = const { RefCell::new(None) };
 }
 
-/// While it lives, its thread records.
+/// The current thread records while this lives.
 #[must_use = "recording ends when this is dropped"]
 pub struct Entered {
     before: Option<Local>,
@@ -213,8 +213,8 @@ impl Drop for Entered {
             #[cfg(gpu)]
             let local = {
                 let mut local = local;
-                // A device that fails says so where its results are wanted; the host's times are
-                // left then.
+                // A failing device reports its error where its results are needed. Here the events
+                // keep the host's times.
                 let read = local.clock.as_ref().map(|clock| clock.read(&mut local.events));
                 drop(read);
                 local
@@ -232,7 +232,7 @@ struct Open {
     name: &'static str,
     kind: Kind,
     start: Instant,
-    /// The same on a GPU.
+    /// The start on a GPU.
     #[cfg(gpu)]
     there: Option<Timestamp>,
     flops: u64,
@@ -258,7 +258,7 @@ pub fn span(name: &'static str, kind: Kind) -> Span {
     }))
 }
 
-/// The time on the thread's GPU, if it records that.
+/// The time on the thread's GPU, if the thread records a GPU.
 #[cfg(gpu)]
 fn timestamp(local: &Local) -> Option<Timestamp> {
     local.clock.as_ref().and_then(|clock| clock.gpu.timestamp().ok())
@@ -279,7 +279,7 @@ pub(crate) fn moves(name: &'static str, tensors: &[&Tensor]) -> Span {
     kernel(name, 0, bytes(tensors))
 }
 
-/// Begins the span of a product of `rows`, each multiplied with a whole `matrix`.
+/// Begins the span of a product of `rows`, each multiplied by the whole `matrix`.
 #[inline]
 pub(crate) fn product(name: &'static str, rows: &Tensor, matrix: &Tensor) -> Span {
     if !RECORDING.get() {
@@ -295,7 +295,7 @@ pub(crate) fn bytes(tensors: &[&Tensor]) -> usize {
 }
 
 impl Span {
-    /// Says how much work it is.
+    /// Sets the span's amount of work.
     #[inline]
     pub fn work(mut self, flops: usize, bytes: usize) -> Self {
         if let Some(open) = &mut self.0 {
@@ -304,7 +304,7 @@ impl Span {
         self
     }
 
-    /// Says which pass of a pipeline it is.
+    /// Sets the microbatch and chunk of a pipeline pass.
     #[inline]
     pub fn at(mut self, microbatch: usize, chunk: usize) -> Self {
         if let Some(open) = &mut self.0 {

@@ -1,10 +1,10 @@
-//! Copies between a GPU and the host's memory beside what is computed: for those who move tensors
-//! through the host.
+//! Copies between a GPU and host memory that overlap with computation: for modules that move
+//! tensors through the host.
 //!
-//! The host's side are tensors of locked memory, which the device copies from and to by itself;
-//! they are kept and used again. Copies run on streams of their own and wait for the [`Mark`] that
-//! was set when a tensor was handed over, not for what was queued since; what is queued after
-//! [`put`] waits for its copy. The host waits in [`fetch`], for that copy alone.
+//! On the host side, tensors lie in pinned memory, which the device reads and writes directly.
+//! Pinned memory is kept and reused. Copies run on streams of their own. They wait for the [`Mark`]
+//! that was set when a tensor was handed over, not for work queued since. Work queued after [`put`]
+//! waits for its copy. The host waits only in [`fetch`], for that copy alone.
 
 use candle_core::{Device, Tensor};
 
@@ -12,11 +12,10 @@ use crate::Result;
 #[cfg(gpu)]
 use crate::tensor::gpu::transfer as imp;
 
-/// A point in the order of what a GPU computes.
+/// A point in the order of a GPU's operations.
 pub struct Mark(#[cfg(gpu)] pub(crate) imp::Mark, #[cfg(not(gpu))] std::convert::Infallible);
 
-/// A tensor of the host's memory that a GPU copies from or to. Its memory is used again when it is
-/// dropped.
+/// A tensor in host memory that a GPU copies from or to. Its memory is reused after it is dropped.
 pub struct Staged(#[cfg(gpu)] pub(crate) imp::Staged, #[cfg(not(gpu))] std::convert::Infallible);
 
 impl Staged {
@@ -29,11 +28,10 @@ impl Staged {
     }
 }
 
-/// A mark behind all that is queued so far on `device`; nothing for the CPU, whose tensors need no
-/// copies.
+/// A mark after everything queued so far on `device`; none for the CPU, which needs no copies.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn mark(device: &Device) -> Result<Option<Mark>> {
     #[cfg(gpu)]
     if crate::tensor::gpu::computes(device) {
@@ -46,7 +44,7 @@ pub fn mark(device: &Device) -> Result<Option<Mark>> {
 /// The elements of `t`, contiguous and on a GPU, as they are at the mark. Waits for the copy.
 ///
 /// # Errors
-/// If `t` is not contiguous or of no dtype that tensors of GPUs have, or what the driver says.
+/// If `t` is not contiguous or has a dtype that GPU tensors cannot have, or those of the driver.
 pub fn fetch(t: &Tensor, after: &Mark) -> Result<Staged> {
     #[cfg(gpu)]
     return imp::fetch(t, &after.0).map(Staged);
@@ -57,7 +55,8 @@ pub fn fetch(t: &Tensor, after: &Mark) -> Result<Staged> {
     }
 }
 
-/// Room for as many elements of `t`'s dtype, which hold anything, to be filled and [`put`].
+/// Room for as many elements as `t` has, of its dtype, to be filled and [`put`]. The contents are
+/// arbitrary.
 ///
 /// # Errors
 /// As [`fetch`].
@@ -71,8 +70,8 @@ pub fn room(t: &Tensor, _of: &Mark) -> Result<Staged> {
     }
 }
 
-/// Copies into `t`, after the mark and before what is queued on its device from now on. Nobody
-/// waits.
+/// Copies into `t`, after the mark and before work that is queued on its device from now on. Does
+/// not wait.
 ///
 /// # Errors
 /// As [`fetch`].

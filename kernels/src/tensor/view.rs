@@ -1,4 +1,4 @@
-//! Read access to tensors, shape checks, and making results.
+//! Reads tensors, checks shapes, and makes results.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, Range};
@@ -10,8 +10,8 @@ use crate::{Error, Result};
 
 /// The elements of a contiguous CPU tensor under the read lock of its storage.
 ///
-/// Take one per storage at a time (a waiting writer would deadlock a second); copy small operands
-/// with [`copied`].
+/// Hold only one per storage at a time, because a waiting writer would deadlock a second one. Copy
+/// small operands with [`copied`].
 pub struct View<'a, T> {
     storage: StorageRef<'a>,
     range: Range<usize>,
@@ -31,11 +31,11 @@ impl<'a, T: HostElem> View<'a, T> {
         .map(|(view, ())| view)
     }
 
-    /// As [`View::new`], also of a tensor whose rows lie apart: all from the first to the last
-    /// element, and the distance of rows.
+    /// As [`View::new`], but also accepts a tensor with strided rows: everything from the first to
+    /// the last element, and the row stride.
     ///
     /// # Errors
-    /// As [`View::new`], where such a tensor need not be contiguous.
+    /// As [`View::new`], except that strided rows are allowed.
     pub fn rows(t: &'a Tensor, op: &'static str, what: &'static str) -> Result<(Self, usize)> {
         Self::of(t, op, |layout| rows(layout, op, what))
     }
@@ -82,8 +82,8 @@ pub fn same_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
-/// Refuses a result, `what`, in the storage of an operand, whose lending for reading it would wait
-/// for.
+/// Refuses a `result` (called `what` in the message) that shares the storage of an operand: locking
+/// it would deadlock with reading the operand.
 pub fn expect_apart(
     op: &'static str,
     what: &str,
@@ -143,7 +143,7 @@ pub fn expect_elements(op: &'static str, what: &str, t: &Tensor, want: usize) ->
 }
 
 /// # Errors
-/// If `t` is of another dtype than `dtype`.
+/// If the dtype of `t` is not `dtype`.
 pub fn expect_dtype(op: &'static str, t: &Tensor, dtype: DType) -> Result<()> {
     if t.dtype() == dtype { Ok(()) } else { Err(Error::DType { op, dtype: t.dtype() }) }
 }

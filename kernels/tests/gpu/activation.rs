@@ -40,7 +40,7 @@ fn relu_and_squared_relu_and_their_gradients() {
     }
 }
 
-/// Where u′ overflows in f32, not in the reference's f64.
+/// u′ overflows in f32, but not in the reference's f64.
 #[test]
 fn gelu_and_its_gradient_far_from_zero() {
     let (x, dy) = (Input::wide("x", &[3, 40]).times(1e14), Input::wide("dy", &[3, 40]));

@@ -21,12 +21,12 @@ fn shape(groups: usize, heads_per_group: usize, head_dim: usize) -> HeadShape {
     HeadShape { groups, heads_per_group, head_dim }
 }
 
-/// What a query sees of the keys: everything, and what hides some.
+/// How the keys that a query sees are restricted; by default, not at all.
 #[derive(Clone, Default)]
 struct How {
     alibi: bool,
     window: Option<usize>,
-    /// Documents of these lengths, over and over, the second sample's from another point on.
+    /// Documents of these lengths, repeated; the second sample starts with the second length.
     documents: Option<Vec<usize>>,
     dropout: f64,
 }
@@ -47,7 +47,7 @@ fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
     Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()
 }
 
-/// Forward and backward.
+/// Compares forward and backward.
 #[track_caller]
 fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
     let qkv = Input::data("qkv", &[s, b, shape.width()]);
@@ -78,7 +78,7 @@ fn compare(s: usize, b: usize, shape: HeadShape, how: &How) {
     });
 }
 
-/// Gradients of queries and keys that were rotated before, as of rotating them back behind.
+/// Compares gradients of queries and keys before their rotation; kernels may rotate them back.
 #[track_caller]
 fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
     let qkv = Input::data("qkv", &[s, b, shape.width()]);
@@ -86,7 +86,7 @@ fn compare_rotated(s: usize, b: usize, shape: HeadShape, listed: bool) {
     let scale = 1.0 / (shape.head_dim as f64).sqrt();
     check("attention of rotated heads", &[qkv, dout], |t| {
         let device = t[0].device();
-        // Positions beyond those of a list are not there.
+        // With a list, the table has exactly the positions that the list may use.
         let table = RopeTable::new(
             if listed { 50 } else { s + 3 },
             shape.head_dim,
@@ -177,7 +177,7 @@ fn queries_see_no_further_than_their_window_and_their_document() {
     );
 }
 
-/// Normal deviates `[s, b, width]`, and NaN at these positions.
+/// Normal deviates `[s, b, width]`, with NaN at these positions.
 fn with_nan(name: &str, dims: [usize; 3], nan: &[Range<usize>], dtype: DType) -> Tensor {
     let [s, b, width] = dims;
     let mut values = vec![0.0; s * b * width];
@@ -188,9 +188,8 @@ fn with_nan(name: &str, dims: [usize; 3], nan: &[Range<usize>], dtype: DType) ->
     Tensor::from_vec(values, &dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Three documents of whole tiles: what is in the first and the third reaches nothing of the
-/// second, not even multiplied by a weight of 0. So tiles that nothing is seen of are left out,
-/// rather than hidden.
+/// Three documents of whole tiles: the first and the third do not affect the second, not even
+/// multiplied by a weight of 0. So tiles that no query sees are skipped, not masked.
 #[track_caller]
 fn other_documents_are_not_read(shape: HeadShape, dtype: DType) {
     const TILE: usize = 128;
@@ -234,8 +233,8 @@ fn tiles_outside_of_a_document_are_left_out() {
     other_documents_are_not_read(shape(1, 1, 64), DType::F32);
 }
 
-/// A GPU's table is not read by the host, which would refuse these; a kernel that waited for a tile
-/// of keys that nobody sees, or that nobody copies, would not end.
+/// The host would refuse these tables, but it does not read a GPU's. A kernel that waits for a tile
+/// of keys that no query sees, or that is never copied, would not end.
 #[test]
 fn a_query_sees_itself_whatever_the_table_says() {
     for head_dim in [64, 96, 128, 256] {
@@ -246,7 +245,7 @@ fn a_query_sees_itself_whatever_the_table_says() {
             let dout = with_nan("dout", [s, 1, shape.heads() * head_dim], &[], DType::BF16)
                 .to_device(device)
                 .unwrap();
-            // One query that sees no other, whose tile's later queries see all.
+            // One query that sees no other query, in a tile with later queries that see all.
             let falls = (0..s as u32).map(|query| if query == 256 { query } else { 0 }).collect();
             let tables = [(0..s as u32).collect(), vec![u32::MAX; s], falls];
             tables.map(|table: Vec<u32>| {
@@ -338,7 +337,7 @@ fn scales_need_not_be_positive() {
     }
 }
 
-/// Tokens in these portions through a cache.
+/// Feeds tokens in these portions through a cache.
 fn in_portions(
     qkv: &Tensor,
     portions: &[usize],
@@ -369,8 +368,8 @@ fn tokens_fed_in_any_portions_see_those_before() {
         (shape(1, 4, 40), Some(&slopes[..]), None),
         (shape(1, 10, 5), None, Some(3)),
         (shape(4, 1, 128), Some(&slopes), Some(9)),
-        // Values that no power of two threads share, and more heads than are weighed side by side;
-        // the widest.
+        // Head widths that no power of two of threads can share, and more heads than are processed
+        // side by side; the widest heads.
         (shape(1, 9, 96), None, None),
         (shape(1, 2, 256), None, Some(7)),
     ] {
@@ -413,19 +412,19 @@ fn heads_that_are_too_wide_are_refused_by_name() {
     }
 }
 
-/// Of the GPU that the tests run on.
+/// Multiprocessors of the GPU that the tests run on.
 #[cfg(all(feature = "cuda", not(feature = "emulated")))]
 fn multiprocessors() -> usize {
     kernels::ops::survey::survey().unwrap().gpus[0].multiprocessors as usize
 }
 
-/// As the emulator has.
+/// As many as the emulator has.
 #[cfg(feature = "emulated")]
 fn multiprocessors() -> usize {
     3
 }
 
-/// Cases of the kernels for Hopper, which go by their own tiles.
+/// Cases for the Hopper kernels, which have their own tile sizes.
 #[test]
 fn tiles_of_whole_warpgroups() {
     let (narrow, wide) = (|heads| shape(1, heads, 64), |heads| shape(1, heads, 128));
@@ -445,40 +444,40 @@ fn tiles_of_whole_warpgroups() {
     compare(193, 2, shape(2, 2, 128), &How { documents, ..How::default() });
     compare(256, 1, wide(1), &How { window: Some(65), ..How::default() });
     compare(320, 1, narrow(3), &How { documents: Some(vec![64, 128, 63]), ..How::default() });
-    // More heads than one, and tiles behind the first: what a compiler once kept in the wrong
+    // More than one head, and tiles after the first: a compiler once kept values in the wrong
     // registers from one tile to the next.
     compare(150, 2, shape(2, 2, 64), &How::default());
-    // Forward's tiles are of three warpgroups of queries where heads are narrow; the first one
-    // lacks what is missing to whole ones, which leaves warpgroups of it idle.
+    // With narrow heads, forward's tiles have three warpgroups of queries. The first tile is the
+    // partial one, which leaves some of its warpgroups idle.
     for s in [192, 193, 255] {
         compare(s, 1, narrow(2), &How::default());
     }
-    // Warpgroups begin and end at tiles of keys of their own.
+    // Warpgroups begin and end at different tiles of keys.
     compare(400, 1, narrow(1), &How { window: Some(20), ..How::default() });
     compare(385, 1, wide(1), &How { documents: Some(vec![190, 3]), ..How::default() });
     for shape in [narrow(2), wide(1)] {
         other_documents_are_not_read(shape, DType::BF16);
     }
-    // Twice as many tiles of queries as multiprocessors, and more, so that blocks of forward go on
-    // to another one: the emulator and the stand-ins have few.
+    // More than twice as many tiles of queries as multiprocessors, so that blocks of forward
+    // continue with another tile: the emulator and the stand-ins have few multiprocessors.
     if multiprocessors() > 16 {
         let heads = 2 * multiprocessors() / 4 + 3;
         compare(129, 2, narrow(heads), &How::default());
         compare(129, 2, wide(heads), &How { alibi: true, ..How::default() });
         compare(2049, 1, shape(2, 4, 64), &How::default());
-        // Tiles that are not whole, some before whole ones and some alone.
+        // Partial tiles, some before whole ones and some alone.
         for documents in [None, Some(vec![100, 60, 33])] {
             compare(193, 2, narrow(heads), &How { documents, ..How::default() });
         }
         compare(65, 2, narrow(4 * heads), &How::default());
     }
-    // What these kernels do not have is left to the others.
+    // Cases that these kernels do not support are left to the others.
     compare(20, 1, wide(1), &How { dropout: 0.3, ..How::default() });
     compare(20, 1, shape(1, 1, 96), &How::default());
 }
 
-/// Runs tests of this program with other kernels, which are chosen once by a process. One that
-/// waits for ever is ended, and fails.
+/// Runs tests of this program with other kernels, in a new process, because a process chooses them
+/// once. A process that waits for ever is ended, and fails.
 #[track_caller]
 fn with_kernels(which: &str, tests: &[&str]) {
     // The emulator and the stand-ins take minutes.
@@ -517,7 +516,7 @@ fn kernels_of_one_pass_agree_too() {
     with_kernels("one-pass", &OF_ATTENTION);
 }
 
-/// The tests but for those that start themselves and those of generation, which has kernels of its
+/// All tests except those that start processes and those of generation, which has kernels of its
 /// own.
 const OF_ATTENTION: [&str; 9] = [
     "attention::",
@@ -545,7 +544,7 @@ fn kernels_that_are_not_there_are_named() {
     );
 }
 
-/// Operations of the products per second, of the causal half alone: 4 · s² / 2 · d of each head
+/// Operations of the products per second, for the causal half only: 4 · s² / 2 · d of each head
 /// forward, 2.5 times as many backward.
 #[cfg(feature = "cuda")]
 #[test]

@@ -1,4 +1,4 @@
-//! Cross entropy's pieces between collectives.
+//! Cross entropy: the local computations between collectives.
 
 use crate::support::{Input, check, check_with, runs};
 use candle_core::{DType, Device, Tensor};
@@ -7,7 +7,7 @@ use kernels::ops::cross_entropy::{
     row_statistics,
 };
 
-/// Rows, columns, of which real ones, and the first column's id; targets are below 1000.
+/// Rows, columns, number of real columns, and the first column's id; targets are below 1000.
 const CASES: [(usize, usize, usize, usize); 9] = [
     (1, 1, 1, 0),
     (3, 7, 5, 0),
@@ -33,7 +33,7 @@ fn statistics_of_rows() {
     for (rows, v, valid, first) in CASES {
         check("row_statistics", &inputs(rows, v), |t| {
             let (max, sums) = row_statistics(&t[0], &t[1], first, valid)?;
-            // Of no column the maximum is −∞, which has no relative error.
+            // With no columns the maximum is −∞, which has no relative error.
             let max = if valid == 0 { max.exp()? } else { max };
             Ok(vec![max, sums])
         });
@@ -72,8 +72,8 @@ fn gradients_are_rounded_into_another_tensor() {
     }
 }
 
-/// Rows of every number of blocks to a multiprocessor: the cases that fit, and wide ones, of which
-/// the last has threads with different numbers of whole batches.
+/// Rows for every number of blocks per multiprocessor: the cases that fit, and wide rows. In the
+/// last one, threads have different numbers of whole batches.
 fn whole_rows() -> impl Iterator<Item = (usize, usize, usize, usize)> {
     CASES.into_iter().chain([
         (2, 20_000, 19_990, 0),
@@ -177,8 +177,7 @@ fn sums_move_to_the_maximum_of_all_ranks() {
 
 #[test]
 fn a_thread_that_sees_only_minus_infinity_at_first_still_counts_what_follows() {
-    // Wide enough that the first thread sees two vectors, and two elements where there are no
-    // vectors.
+    // Wide enough that the first thread reads two vectors, or two elements without vectors.
     for v in [2500, 2501] {
         let sum = |device: &Device| {
             let logits: Vec<f32> =

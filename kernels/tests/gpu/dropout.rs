@@ -1,4 +1,4 @@
-//! Dropout with bias and residual, whose masks are the CPU's bit for bit.
+//! Dropout with bias and residual; masks equal the CPU's bit for bit.
 
 use crate::support::{Input, check, runs};
 use candle_core::{DType, Device, Tensor};
@@ -56,7 +56,7 @@ fn bits_of(t: &Tensor) -> Vec<u32> {
     wide.to_vec1::<f32>().unwrap().iter().map(|v| v.to_bits()).collect()
 }
 
-/// The mask, as a word of bits an element.
+/// The mask, as the bits of each element.
 fn mask(device: &Device, dtype: DType, [s, h]: [usize; 2], samples: &[u64]) -> Vec<u32> {
     let ones = Tensor::ones((s, samples.len(), h), dtype, device).unwrap();
     bits_of(&dropout_backward(&ones, &dropout(samples, 0.25)).unwrap())
@@ -120,7 +120,7 @@ fn what_is_dropped_is_zero_even_where_it_was_not_finite() {
             mask(device, DType::F32, [4, 64], &[0]),
         )
     }) {
-        // The mask here is of p = 0.25: whatever it drops, p = 0.5 drops, too.
+        // The mask here is for p = 0.25: everything that it drops, p = 0.5 drops, too.
         for (y, mask) in got.iter().zip(&dropped) {
             assert!(if *mask == 0 { *y == 0.0 } else { y.is_nan() || *y == 0.0 }, "{run}");
         }

@@ -15,8 +15,8 @@ fn rows_are_looked_up_and_others_are_zero() {
 
 #[test]
 fn gradients_of_rows_sum_in_the_order_of_tokens() {
-    // Few tokens; rows with one segment of tokens and with several; all of one row; several tiles
-    // of tokens, the last of which is full or is not; rows of other ranks.
+    // Few tokens; rows with one segment of tokens and with several; all tokens of one row; several
+    // tiles of tokens, with a full or partial last tile; rows of other ranks.
     let cases = [
         (1, 3, 3, 8),
         (70, 40, 40, 7),

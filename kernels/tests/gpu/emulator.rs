@@ -1,4 +1,4 @@
-//! The emulator itself: what it must find in kernels that are wrong, by `cuda/emulator_cases.cu`.
+//! The emulator itself finds mistakes in wrong kernels: `cuda/emulator_cases.cu`.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::tensor::gpu::Gpu;
@@ -6,7 +6,8 @@ use kernels::tensor::gpu::emulated::{Order, run};
 
 const FILE: &str = "emulator_cases";
 
-/// Launches a kernel with parameters (float *out, uint32_t n), a block of `threads`; what it wrote.
+/// Launches a kernel with parameters (float *out, uint32_t n), with blocks of `threads`. Returns
+/// the values that it wrote.
 fn launch(
     name: &str,
     order: Order,

@@ -1,4 +1,4 @@
-//! Graphs: what is recorded once and launched again.
+//! Graphs: work that is recorded once and launched again.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::Error;
@@ -61,7 +61,7 @@ fn lists_found_by_their_values_stay_as_long_as_the_graph_that_reads_them() {
     let body = || copy(&picked, &embedding(&constant(vec![7, 30, 2], 3, &device)?, &table, 0)?);
     body().unwrap();
     let graph = record(&device, body).unwrap();
-    // More than are kept for their values' sake.
+    // More lists than are kept for lookup by value.
     for list in 0..200 {
         constant(vec![list, 1, 1], 3, &device).unwrap();
     }
@@ -90,7 +90,7 @@ fn copies_of_the_host_are_found_past_the_crates_own_functions() {
     let error =
         record(&device, || Tensor::new(&[1f32, 2.0], &device).map(drop).map_err(Error::from));
     let error = error.err().unwrap().to_string();
-    // The driver may refuse to record them by itself.
+    // The driver itself may refuse to record them.
     assert!(
         error.contains("a copy of the host's memory was recorded") || error.contains("CAPTURE"),
         "{error}"

@@ -1,4 +1,4 @@
-//! Products of linear layers. Without a GPU these are the CPU's: the emulator has no cuBLASLt.
+//! Products of linear layers. Without a GPU the CPU computes them: the emulator has no cuBLASLt.
 
 use candle_core::DType;
 
@@ -8,7 +8,7 @@ use kernels::ops::linear::{
     linear_into, linear_to_f32, linear_wgrad, linear_wgrad_into,
 };
 
-/// Rows, k, n: small, odd, and multiples of what tensor cores take.
+/// Rows, k, n: small, odd, and multiples of the tensor cores' sizes.
 const DIMS: [([usize; 2], usize, usize); 4] =
     [([1, 1], 1, 1), ([5, 3], 33, 17), ([16, 2], 64, 96), ([3, 43], 200, 136)];
 
@@ -27,7 +27,7 @@ fn forward_with_and_without_a_bias() {
     }
 }
 
-/// By the product itself where cuBLASLt has one that is faster, else after it.
+/// By the product itself if cuBLASLt has a faster one, else after it.
 #[test]
 fn a_residual_is_added() {
     for ([s, b], k, n) in DIMS {
@@ -50,7 +50,7 @@ fn a_residual_is_added() {
     }
 }
 
-/// In one kernel with the product where cuBLASLt has one that is faster, else after it.
+/// In one kernel with the product if cuBLASLt has a faster one, else after it.
 #[test]
 fn gelu_of_a_layer_and_its_gradient() {
     for ([s, b], k, n) in DIMS {
@@ -99,7 +99,7 @@ fn input_gradients() {
     }
 }
 
-/// Sums of 16-bit operands in f32, added to what is there: as exact as in f32.
+/// Sums of 16-bit operands in f32, accumulated into the gradient: as exact as in f32.
 #[test]
 fn weight_gradients_accumulate_unrounded() {
     let exact = [(DType::F32, 1e-5), (DType::BF16, 1e-5), (DType::F16, 1e-5)];

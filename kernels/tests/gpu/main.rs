@@ -1,6 +1,6 @@
-//! Every kernel of `cuda/` against the CPU's operation in f64.
+//! Every kernel of `cuda/`, compared with the CPU's operation in f64.
 //!
-//! The same cases run on the emulator, where there is no GPU, and on one:
+//! The same cases run on the emulator, where there is no GPU, and on a GPU:
 //! ```text
 //! cargo test --release --features emulated --test gpu
 //! cargo test --release --features cuda --test gpu

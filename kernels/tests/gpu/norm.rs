@@ -7,8 +7,8 @@ use kernels::ops::norm::{layer_norm, layer_norm_backward, rms_norm, rms_norm_bac
 
 const EPS: f64 = 1e-5;
 
-/// Rows and widths of every kernel: a row to a warp (up to 2048 elements), to a block (up to
-/// 16384), of any width; the last vector of a lane, warp or block whole, or missing.
+/// Rows and widths for every kernel: a row per warp (up to 2048 elements), per block (up to 16384),
+/// of any width; the last vector of a lane, warp or block is whole, or missing.
 const FORWARD: [[usize; 3]; 15] = [
     [3, 2, 1],
     [1, 1, 7],
@@ -27,7 +27,7 @@ const FORWARD: [[usize; 3]; 15] = [
     [1, 1, 16392],
 ];
 
-/// Also several shares of rows, the last not whole.
+/// Also several shares of rows, with a partial last share.
 const BACKWARD: [[usize; 3]; 15] = [
     [1, 1, 7],
     [25, 3, 33],
@@ -43,7 +43,7 @@ const BACKWARD: [[usize; 3]; 15] = [
     [1, 1, 8192],
     [2, 1, 8200],
     [2, 1, 16384],
-    // More rows than blocks have at least.
+    // More rows than the minimum of a block.
     [4500, 1, 64],
 ];
 

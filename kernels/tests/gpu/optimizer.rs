@@ -27,7 +27,7 @@ fn inputs(n: usize) -> [Input; 5] {
     [wide("p"), wide("g"), wide("m"), wide("v"), Input::data("weight", &[n])]
 }
 
-/// Makes `v` what second moments are.
+/// Makes `v` valid second moments.
 fn square(v: &Tensor) -> Result<()> {
     copy(v, &v.sqr()?)
 }
@@ -59,7 +59,8 @@ fn sgd_steps_and_rounds() {
     }
 }
 
-/// Of a whole parameter, of one cut by columns, and of one of more elements than 32 bits count.
+/// Rounding of a whole parameter, of one partitioned by columns, and of one with more elements than
+/// 32 bits count.
 fn rounding(i: usize) -> StochasticRounding {
     let whole = StochasticRounding::whole(StochasticRounding::key(5, "weight", i as u64));
     match i % 3 {
@@ -69,15 +70,14 @@ fn rounding(i: usize) -> StochasticRounding {
     }
 }
 
-/// The CPU's sums are rounded at other places, so a few elements fall to the other side of a
-/// neighbour.
+/// The CPU rounds sums at other places, so a few elements are rounded to the other neighbour.
 #[test]
 fn moments_in_bf16_are_rounded_by_the_words_of_the_cpu() {
     let n: usize = segments().iter().map(|s| s.len).sum();
     for (first, second) in
         [(DType::BF16, DType::F32), (DType::F32, DType::BF16), (DType::BF16, DType::BF16)]
     {
-        // At an address that vectors do not fit, too.
+        // Also at an address that is not aligned for vectors.
         for (weights, offset) in
             [(None, 0), (Some(DType::F32), 4), (Some(DType::I16), 3), (Some(DType::BF16), 3)]
         {
@@ -145,7 +145,7 @@ fn moments_in_bf16_are_rounded_by_the_words_of_the_cpu() {
     }
 }
 
-/// Some that vectors do not divide, an empty one, and more of them than one launch takes.
+/// Some segments that vectors do not divide, an empty one, and more segments than one launch takes.
 fn segments() -> Vec<Segment> {
     let lens = [64, 3, 0, 61, 128, 1, 1, 6].into_iter().chain((0..70).map(|i| 1 + i % 9));
     lens.enumerate()
@@ -207,7 +207,7 @@ fn parameters_in_halves_have_the_bits_of_whole_ones() {
         let fill = |factor: f64| {
             Tensor::arange(0f32, n as f32, device).unwrap().affine(factor, 0.1).unwrap()
         };
-        // At an address that vectors of 8 bytes do not fit, too.
+        // Also at an address that is not aligned for vectors of 8 bytes.
         for offset in [0, 3] {
             let part = |dtype| {
                 zeros("half", n + offset, dtype, device).unwrap().narrow(0, offset, n).unwrap()
@@ -237,7 +237,7 @@ fn parameters_in_halves_have_the_bits_of_whole_ones() {
             assert!(highs(&high) == highs(&rounded));
             assert!(whole.iter().zip(&halved).all(|(whole, halved)| bits(whole) == bits(halved)));
         }
-        // As the CPU splits them, NaN and the largest number included.
+        // The same as the CPU's split, also for NaN and the largest number.
         let odd = [
             0x3f80_8000,
             0x3f81_8000,
@@ -305,7 +305,8 @@ fn the_factor_of_a_verdict_is_that_of_the_rule_and_a_step_it_is_against_changes_
         };
         let bits = |t: &Tensor| t.to_device(&Device::Cpu).unwrap().to_vec1::<f32>().unwrap();
         let g = fill(-2.0);
-        // What is asked of the rule without a verdict, of a verdict, and of one against the step.
+        // The rule's own factor without a verdict, a verdict's factor, and a verdict that rejects
+        // the step.
         let results =
             [None, Some(verdict(1.0, 4.0)), Some(verdict(f64::NAN, 4.0))].map(|verdict| {
                 let (p, m, v, buf, q) = (fill(1.0), fill(0.5), fill(0.25), fill(0.75), fill(3.0));

@@ -10,7 +10,8 @@ use kernels::ops::reduce::{
 };
 use kernels::tensor::device::to_host;
 
-/// Less than a vector, whole vectors, a block's worth and more, each with and without a rest.
+/// Less than a vector, whole vectors, one block's worth and more, each with and without a
+/// remainder.
 const SIZES: [usize; 8] = [1, 7, 64, 1001, 4096, 7173, 8192, 9005];
 
 #[test]
@@ -131,7 +132,7 @@ fn sums_of_squares_are_those_of_f64_wherever_tensors_lie() {
             let flat =
                 Tensor::from_vec((0..n as u32).map(value).collect::<Vec<f32>>(), n, &Device::Cpu)
                     .unwrap();
-            // The driver gives no memory of no bytes.
+            // The driver does not allocate zero bytes.
             let before = if n == 0 { offset.max(1) } else { offset };
             let pad = Tensor::full(f32::NAN, before, &Device::Cpu).unwrap();
             let flat = Tensor::cat(&[&pad, &flat], 0)
@@ -199,7 +200,7 @@ fn what_is_not_finite_shows_in_the_sum_of_squares() {
     }
 }
 
-/// f64 values whose sum depends on their order.
+/// f64 values with a sum that depends on their order.
 fn shares(n: usize, device: &Device) -> Tensor {
     let value = |i: usize| ((i * 7919) % 1013) as f64 * 10f64.powi((i % 23) as i32 - 11);
     Tensor::from_vec((0..n).map(value).collect::<Vec<_>>(), n, device).unwrap()

@@ -1,10 +1,10 @@
-//! Rows in another order.
+//! Reordering of rows.
 
 use crate::support::{Input, check};
 use kernels::ops::regroup::swap_leading;
 
-/// Rows of less than a vector, of whole ones and of some and a rest; fewer items than a block does,
-/// and more.
+/// Rows of less than a vector, of whole vectors, and of vectors with a remainder; fewer items than
+/// a block processes, and more.
 #[test]
 fn leading_dimensions_are_swapped() {
     let shapes: [&[usize]; 9] = [

@@ -1,5 +1,5 @@
-//! How a case is run: inputs of every dtype, as whole tensors and as views, on the GPU and in f64
-//! on the CPU.
+//! Runs cases: inputs of every dtype, as whole tensors and as views, on the GPU and in f64 on the
+//! CPU.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::Result;
@@ -7,15 +7,15 @@ use kernels::Result;
 use kernels::tensor::gpu::emulated::{self, Order};
 use kernels::tensor::philox::{fill_normal, stream_id};
 
-/// The dtypes that GPUs have kernels for, with the relative error (L2) they may have.
+/// The dtypes of GPU kernels, with the relative error (L2) they may have.
 const DTYPES: [(DType, f64); 3] = [(DType::F32, 1e-5), (DType::BF16, 1e-2), (DType::F16, 2e-3)];
 
-/// What an input holds.
+/// Contents of an input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
-    /// Of the dtype that is tested.
+    /// In the tested dtype.
     Data,
-    /// Of f32 whatever the dtype: statistics, main gradients.
+    /// In f32 whatever the dtype: statistics, main gradients.
     Wide,
     /// u32 below a bound.
     Ids(u32),
@@ -31,12 +31,12 @@ pub struct Input {
 }
 
 impl Input {
-    /// Elements of the dtype that is tested.
+    /// Elements in the tested dtype.
     pub fn data(name: &'static str, shape: &[usize]) -> Self {
         Self { name, shape: shape.to_vec(), kind: Kind::Data, scale: 1.0 }
     }
 
-    /// Elements of f32 (f64 in the reference), whatever the dtype.
+    /// Elements in f32 (f64 in the reference), whatever the dtype.
     pub fn wide(name: &'static str, shape: &[usize]) -> Self {
         Self { kind: Kind::Wide, ..Self::data(name, shape) }
     }
@@ -79,15 +79,15 @@ impl Input {
     }
 }
 
-/// How an operand lies in its storage: how many elements are before it.
+/// Offset of an operand in its storage, in elements. 3 is at no multiple of 16 bytes.
 const OFFSETS: [usize; 3] = [
-    0,  // At an address that is a multiple of 16 bytes.
-    64, // At one that is not.
+    0,  // The storage's beginning.
+    64, // At a multiple of 16 bytes.
     3,
 ];
 
-/// An operand on the device, in the middle of a storage whose other elements are NaN (the largest
-/// integer).
+/// An operand on the device, in the middle of a storage. All other elements of the storage are NaN
+/// (the largest integer).
 struct Placed {
     around: Tensor,
     tensor: Tensor,
@@ -102,7 +102,7 @@ impl Placed {
             dtype => Tensor::full(f64::NAN, n, &Device::Cpu).unwrap().to_dtype(dtype).unwrap(),
         };
         let middle = values.flatten_all().unwrap().to_dtype(dtype).unwrap();
-        // The driver gives no memory of no bytes.
+        // The driver does not allocate zero bytes.
         let behind = if n == 0 { offset.max(1) } else { offset };
         let around =
             Tensor::cat(&[pad(offset), middle, pad(behind)], 0).unwrap().to_device(device).unwrap();
@@ -110,7 +110,7 @@ impl Placed {
         Self { around, tensor, offset }
     }
 
-    /// Asserts that nothing was written beside the operand.
+    /// Asserts that nothing was written outside the operand.
     fn assert_only_inside(&self, what: &str) {
         if self.around.dtype() == DType::U32 {
             return;
@@ -142,8 +142,8 @@ fn relative_error(a: &[f64], b: &[f64]) -> f64 {
     if difference == 0.0 { 0.0 } else { difference / norm(&mut b.iter().copied()) }
 }
 
-/// Ways to run a case that must give the same bits: in different orders of threads and blocks when
-/// emulated, twice on a GPU.
+/// Ways to run a case that must give the same bits: different orders of threads and blocks in the
+/// emulator, twice on a GPU.
 #[cfg(feature = "emulated")]
 pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     in_orders(&ORDERS, f)
@@ -158,8 +158,8 @@ fn in_orders<R>(orders: &[Order], f: impl Fn(&Device) -> R) -> Vec<(String, R)> 
     orders.iter().map(|&order| run(order)).collect()
 }
 
-/// As [`runs`], of operands that lie elsewhere. All orders are tried of those at aligned addresses;
-/// of others, which go the same ways but for how they are loaded, some.
+/// As [`runs`], for operands at another offset. Aligned offsets are run in all orders; other
+/// offsets only differ in how operands are loaded, so they are run in some.
 #[cfg(feature = "emulated")]
 fn runs_at<R>(offset: usize, f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     let orders = match offset {
@@ -182,14 +182,14 @@ pub fn runs<R>(f: impl Fn(&Device) -> R) -> Vec<(String, R)> {
     ["once", "again"].map(|name| (name.to_string(), f(&device))).into()
 }
 
-/// Runs `f`, whose results are new tensors or inputs that it writes into, for every dtype, on the
-/// GPU and in f64 on the CPU.
+/// Runs `f` for every dtype, on the GPU and in f64 on the CPU. Its results are new tensors or
+/// inputs that it writes into.
 #[track_caller]
 pub fn check(case: &str, inputs: &[Input], f: impl Fn(&[Tensor]) -> Result<Vec<Tensor>>) {
     check_with(case, inputs, &DTYPES, f);
 }
 
-/// As [`check`] for these dtypes, each with the relative error it may have.
+/// As [`check`], for these dtypes, each with the relative error it may have.
 #[track_caller]
 pub fn check_with(
     case: &str,

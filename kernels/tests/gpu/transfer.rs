@@ -1,4 +1,4 @@
-//! Copies by way of locked memory of the host.
+//! Copies through pinned host memory.
 
 use crate::support::runs;
 use candle_core::{DType, Device, Tensor};
@@ -24,10 +24,10 @@ fn views_are_fetched_and_put_where_they_lie() {
         for (run, got) in runs(|device| {
             let all = Tensor::arange(0u32, 100, device).unwrap().to_dtype(dtype).unwrap();
             let part = all.narrow(0, 13, 40).unwrap().reshape((8, 5)).unwrap();
-            // Twice, so that the second time memory is used again.
+            // Twice, so that memory is reused the second time.
             for _ in 0..2 {
-                // Before the mark, which is what copies wait for: its zeros would come later
-                // otherwise, or not.
+                // Before the mark, because copies wait for the mark. Otherwise the zeros might or
+                // might not come after the copy.
                 let other = Tensor::zeros(40, dtype, device).unwrap();
                 let here = mark(device).unwrap().unwrap();
                 let staged = fetch(&part, &here).unwrap();
@@ -56,7 +56,7 @@ fn views_are_fetched_and_put_where_they_lie() {
 fn what_is_queued_after_a_put_sees_it_and_what_is_staged_is_kept_until_then() {
     for (run, got) in runs(|device| {
         let t = Tensor::zeros(1 << 20, DType::F32, device).unwrap();
-        // More blocks than one are on their way at a time.
+        // Several blocks are in flight at a time.
         for step in 0..8 {
             let here = mark(device).unwrap().unwrap();
             let staged = room(&t, &here).unwrap();

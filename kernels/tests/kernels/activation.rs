@@ -1,4 +1,4 @@
-//! Activations against candle's.
+//! Activations, compared with candle's.
 
 use crate::common::{
     DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu,
@@ -11,7 +11,7 @@ use kernels::ops::activation::{
     swiglu_backward_recompute,
 };
 
-/// Forward, backward, backward with the forward's result, and candle's.
+/// Forward, backward, backward that also returns forward's result, and candle's function.
 struct Case {
     name: &'static str,
     forward: fn(&Tensor) -> Result<Tensor>,
@@ -44,7 +44,7 @@ const ELEMENTWISE: [Case; 3] = [
     },
 ];
 
-/// The last one's rows would crowd a cache, so those of results lie apart.
+/// Rows of the last shape would conflict in a cache, so its results have padded rows.
 const SHAPES: [[usize; 3]; 4] = [[1, 1, 2], [7, 3, 34], [40, 2, 1000], [9, 2, 4096]];
 
 fn wide(name: &str, shape: &[usize]) -> Tensor {

@@ -1,4 +1,4 @@
-//! Attention against the plain formula in candle's differentiable operations.
+//! Attention, compared with the plain formula in candle's differentiable operations.
 
 use std::process::Command;
 
@@ -117,7 +117,7 @@ fn forward_and_backward_agree_with_plain_attention() {
 #[test]
 fn on_16_bit_tensors_they_agree_with_plain_attention_of_the_same_values() {
     // Besides the result, probabilities are rounded: half a unit in the last place of 8 and 11
-    // bits, and a few sums of it.
+    // bits, and a few sums of this error.
     for (dtype, tolerance) in [(DType::BF16, 8e-3), (DType::F16, 1e-3)] {
         for (s, b, shape) in cases() {
             let narrow = |name, width| cast(&randn(name, &[s, b, width]), dtype);
@@ -155,7 +155,7 @@ fn with_linear_biases_they_agree_with_plain_attention() {
         let slopes: Vec<f64> = (1..=shape.heads()).map(|head| 2f64.powi(-(head as i32))).collect();
         let how = Scores { alibi: Some(&slopes), ..PLAIN };
         compare(s, b, shape, how, None);
-        // The further back, the larger: past the end of the sequence beyond all numbers.
+        // Scores rise with distance; beyond the sequence's end they exceed all numbers.
         let rising: Vec<f64> = slopes.iter().map(|slope| -slope).collect();
         compare(s, b, shape, Scores { alibi: Some(&rising), ..PLAIN }, None);
         let dropout = AttentionDropout {
@@ -189,8 +189,8 @@ fn with_dropout_they_agree_with_plain_attention_under_the_same_mask() {
     }
 }
 
-/// Documents of these lengths, over and over, the second sample's from another point on: `[b, s]`
-/// first keys.
+/// Documents of these lengths, repeated; the second sample starts with the second length. Returns
+/// `[b, s]` first keys.
 fn first_keys(lengths: &[usize], s: usize, b: usize) -> Tensor {
     let first_keys: Vec<u32> = (0..b).flat_map(|sample| starts_of(lengths, sample, s)).collect();
     Tensor::from_vec(first_keys, (b, s), &Device::Cpu).unwrap()
@@ -261,7 +261,7 @@ fn documents_side_by_side_are_as_each_alone() {
 fn a_hidden_key_may_even_be_no_number() {
     let shape = HeadShape { groups: 1, heads_per_group: 1, head_dim: 4 };
     let mut qkv = crate::common::values(&randn("qkv", &[150, 1, 12]));
-    qkv[20 * 12 + 5] = f64::NAN; // of the first document
+    qkv[20 * 12 + 5] = f64::NAN; // in the first document
     let qkv = Tensor::from_vec(qkv, (150, 1, 12), &Device::Cpu).unwrap();
     let first_keys = first_keys(&[40, 110], 150, 1);
     let (out, _) =
@@ -369,7 +369,7 @@ fn all_of_this_holds_on_every_instruction_set() {
     if std::env::var_os("MEGATRON_SIMD").is_some_and(|value| !value.is_empty()) {
         return;
     }
-    // The one that is detected is tested by the other tests of this file.
+    // The other tests of this file test the detected one.
     let others: Vec<Isa> = Isa::ALL.into_iter().filter(|&isa| isa < Isa::supported()).collect();
     std::thread::scope(|scope| {
         for isa in others {

@@ -1,4 +1,4 @@
-//! What the tests of all kernels share: inputs, candle's autograd as the oracle, comparison, thread
+//! Shared by the tests of all kernels: inputs, candle's autograd as the oracle, comparison, thread
 //! pools.
 
 use candle_core::{DType, Device, Tensor, Var};
@@ -48,7 +48,7 @@ pub fn bits(t: &Tensor) -> Vec<u64> {
     values(t).iter().map(|v| v.to_bits()).collect()
 }
 
-/// Value of `f` and the gradients of Σ f·`dy` by candle's autograd, in f64.
+/// The value of `f`, and the gradients of Σ f·`dy` by candle's autograd, in f64.
 pub fn oracle(
     inputs: &[&Tensor],
     dy: &Tensor,
@@ -74,8 +74,8 @@ pub fn assert_same_on_any_threads(f: impl Fn() -> Vec<Tensor> + Sync) {
     }
 }
 
-/// GELU by candle's differentiable operations: its own `gelu` has constants of six digits in its
-/// backward.
+/// GELU by candle's differentiable operations: the backward of candle's own `gelu` has constants of
+/// six digits.
 pub fn tanh_gelu(x: &Tensor) -> Tensor {
     let cubic = x.sqr().unwrap().affine(0.044715, 1.0).unwrap().mul(x).unwrap();
     let tanh = (cubic * (2.0 / std::f64::consts::PI).sqrt()).unwrap().tanh().unwrap();

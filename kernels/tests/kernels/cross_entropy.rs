@@ -1,4 +1,4 @@
-//! Cross entropy, assembled from its pieces as ranks do, against candle's operations.
+//! Cross entropy, assembled from its pieces as ranks do, compared with candle's operations.
 
 use crate::common::{
     DTYPES, assert_close, assert_same_on_any_threads, cast, ids, oracle, randn, values,
@@ -6,8 +6,8 @@ use crate::common::{
 use candle_core::{D, DType, Device, Tensor};
 use kernels::ops::cross_entropy::{cross_entropy_backward, rebase, row_statistics};
 
-/// Token losses and the gradient of Σ scale·loss, over a vocabulary cut into `parts` equal parts of
-/// which columns from `vocab` on are padding.
+/// Token losses and the gradient of Σ scale·loss, over a vocabulary split into `parts` equal parts.
+/// Columns from `vocab` on are padding.
 fn assembled(
     logits: &Tensor,
     targets: &Tensor,

@@ -1,5 +1,5 @@
-//! Dropout fused with bias and residual: values, gradients, and masks that do not know how the
-//! batch is cut.
+//! Dropout fused with bias and residual: values, gradients, and masks that are independent of how
+//! the batch is partitioned.
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, randn, values};
 use candle_core::{DType, Device, Tensor};

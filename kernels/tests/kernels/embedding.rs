@@ -1,4 +1,4 @@
-//! Embedding lookup against candle's, whole and cut over ranks.
+//! Embedding lookup compared with candle's, on one rank and split over ranks.
 
 use crate::common::{
     DTYPES, assert_close, assert_same_on_any_threads, bits, cast, ids, oracle, randn,

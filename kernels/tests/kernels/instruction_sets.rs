@@ -1,7 +1,7 @@
-//! Every instruction set gives the same bits as the portable code: on sizes that no vector divides,
-//! on views that begin anywhere, on subnormal numbers, infinities and NaNs.
+//! Every instruction set gives the same bits as the portable code: for sizes that no vector
+//! divides, for views that begin anywhere, for subnormal numbers, infinities and NaNs.
 //!
-//! `MEGATRON_SIMD` is read once by a process, so the test runs this program again for each set.
+//! A process reads `MEGATRON_SIMD` once, so the test runs this program again for each set.
 
 use std::process::Command;
 
@@ -38,8 +38,8 @@ fn view(name: &str, shape: &[usize], dtype: DType, wild: bool) -> Tensor {
     flat.narrow(0, 3, n).unwrap().reshape(shape).unwrap()
 }
 
-/// FNV-1a of the bits of `results`; all NaNs count as one, since which of two operands' NaNs
-/// survives is the compiler's choice.
+/// FNV-1a of the bits of `results`. All NaNs count as one, because the compiler chooses which of
+/// two operands' NaNs survives.
 fn hash(results: &[Tensor]) -> u64 {
     let words = results
         .iter()
@@ -48,8 +48,8 @@ fn hash(results: &[Tensor]) -> u64 {
     words.fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0100_0000_01B3))
 }
 
-/// Which weights attention keeps, of 70 queries and keys: with equal scores and one-hot values,
-/// component j of query q's output is not 0 where it keeps key j.
+/// The weights that attention keeps, for 70 queries and keys. With equal scores and one-hot values,
+/// component j of query q's output is not 0 if it keeps key j.
 fn weights_kept(dropout: &AttentionDropout, dtype: DType) -> kernels::Result<Tensor> {
     let s = 70;
     let (b, shape) =
@@ -198,7 +198,7 @@ fn digest() -> kernels::Result<Vec<String>> {
     Ok(lines)
 }
 
-/// What [`every_instruction_set_gives_the_bits_of_the_portable_code`] runs.
+/// Run by [`every_instruction_set_gives_the_bits_of_the_portable_code`].
 #[test]
 #[ignore = "run by another test, under MEGATRON_SIMD"]
 fn print_digest() {

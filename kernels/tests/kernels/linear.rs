@@ -1,4 +1,4 @@
-//! Linear layers against candle's matmul and autograd.
+//! Linear layers, compared with candle's matmul and autograd.
 
 use crate::common::{
     DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn, tanh_gelu,
@@ -46,8 +46,8 @@ fn forward_and_gradients_agree_with_autograd() {
     }
 }
 
-/// A layer with GELU, and one behind it, whose input gradient is turned into that of GELU's
-/// argument.
+/// A layer with GELU, and the next layer; the next layer's input gradient becomes the gradient of
+/// GELU's argument.
 #[test]
 fn layers_with_gelu_agree_with_autograd() {
     for (s, b, k, n) in SHAPES {
@@ -136,12 +136,12 @@ fn parameter_gradients_accumulate_into_views_of_a_flat_buffer() {
     assert_eq!(outside, [1.0; 4]);
 }
 
-/// Rows go in order into sums of 64, and these in order into the gradient, however many are read at
-/// once.
+/// Rows are added in order into sums of 64, and these in order into the gradient, however many rows
+/// are read at once.
 #[test]
 fn a_bias_gradient_adds_rows_in_a_fixed_order() {
     for (rows, n) in [(150, 77), (64, 16), (7, 33)] {
-        // Of f32: sums of so few bf16 are mostly exact, in any order.
+        // In f32: sums of so few bf16 are mostly exact, in any order.
         let dy = cast(&randn("dy", &[rows, n]), DType::F32);
         let db = Tensor::zeros(n, DType::F32, dy.device()).unwrap();
         bias_grad(&dy, &db).unwrap();
@@ -263,7 +263,7 @@ fn a_contiguous_result_may_have_any_shape_and_one_with_gaps_only_that_of_the_res
     let (x, w) = (cast(&randn("x", &[4, 8]), DType::F32), cast(&randn("w", &[16, 8]), DType::F32));
     let want = bits(&linear(&x, &w, None).unwrap());
     for shape in [vec![64], vec![2, 32], vec![8, 8], vec![1, 4, 16]] {
-        // Numbers in front and behind must stay.
+        // Numbers before and after must stay.
         let room = Tensor::ones(192, DType::F32, &Device::Cpu).unwrap();
         let y = room.narrow(0, 64, 64).unwrap().reshape(shape).unwrap();
         linear_into(&x, &w, None, &y).unwrap();
@@ -307,8 +307,8 @@ fn a_result_without_elements_is_none_to_write() {
     linear_dgrad_into(&empty(&[3, 0, 5]), &empty(&[5, 4]), &empty(&[3, 0, 4])).unwrap();
 }
 
-/// Contiguous rows of 1024 lie a multiple of 4 KiB apart, where products pack what they read in
-/// place elsewhere.
+/// Contiguous rows of 1024 lie a multiple of 4 KiB apart. Products pack such rows instead of
+/// reading them in place.
 #[test]
 fn rows_of_results_and_of_their_gradients_may_lie_apart() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
@@ -338,7 +338,7 @@ fn rows_of_results_and_of_their_gradients_may_lie_apart() {
             bits(&dw)
         });
         assert_eq!(sums[0], sums[1]);
-        // Over several leading dimensions, too, and of both operands of a weight's gradient.
+        // Also over several leading dimensions, and for both operands of a weight's gradient.
         let shaped = |t: &Tensor, apart: usize| {
             let (rows, width) = t.dims2().unwrap();
             let wider = Tensor::cat(&[t, &t.narrow(1, 0, apart).unwrap()], 1).unwrap();
@@ -358,10 +358,10 @@ fn rows_of_results_and_of_their_gradients_may_lie_apart() {
             (bits(&dw), bits(&db))
         });
         assert_eq!(sums[0], sums[1]);
-        // Of which a part is missing in between, they are not equally far apart.
+        // With rows missing in between, the stride is not constant.
         let holes = whole(&x).narrow(1, 0, 5).unwrap();
         assert!(linear(&holes, &w, None).unwrap_err().to_string().contains("contiguous x"));
-        // Columns that lie apart are no rows.
+        // Strided columns are not rows.
         let turned = cast(&randn("dy", &[1024, 70]), dtype).t().unwrap();
         assert!(linear_dgrad(&turned, &w).unwrap_err().to_string().contains("contiguous dy"));
         assert!(linear_into(&x, &w, None, &turned).unwrap_err().to_string().contains("contiguous"));

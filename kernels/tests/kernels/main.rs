@@ -1,5 +1,5 @@
-//! Every kernel against candle's differentiable operations, textbook formulas, and itself on other
-//! threads and cuts.
+//! Every kernel, compared with candle's differentiable operations, textbook formulas, and itself on
+//! other numbers of threads and other partitions.
 
 mod activation;
 mod attention;

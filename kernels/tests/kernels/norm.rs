@@ -1,4 +1,4 @@
-//! LayerNorm and RMSNorm against the same formulas in candle's differentiable operations.
+//! LayerNorm and RMSNorm, compared with the same formulas in candle's differentiable operations.
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, bits, cast, oracle, randn};
 use candle_core::{D, DType, Tensor};
@@ -36,7 +36,7 @@ fn layer_norm_and_its_gradients_agree_with_autograd() {
             let (dw, db) = (w.zeros_like().unwrap(), bias.zeros_like().unwrap());
             let dx = layer_norm_backward(&dy, &x, &stats, &w, &dw, &db, None).unwrap();
             assert_close("y", &got, &y, tolerance);
-            // A row of one element has a variance of 0, and a gradient of 0 up to rounding.
+            // A row of one element has variance 0, and gradient 0 up to rounding.
             if h > 1 {
                 assert_close("dx", &dx, &grads[0], 2.0 * tolerance);
             }

@@ -1,4 +1,4 @@
-//! Optimizer steps against the textbook formulas in f64.
+//! Optimizer steps, compared with the textbook formulas in f64.
 
 use crate::common::{DTYPES, assert_close, assert_same_on_any_threads, cast, randn, values};
 use candle_core::{DType, Device, Tensor};
@@ -124,7 +124,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     });
 }
 
-/// Empty halves of `n` values.
+/// Zeroed halves of `n` values.
 fn halves(n: usize) -> (Tensor, Tensor) {
     (zeros(n, DType::BF16), zeros(n, DType::I16))
 }
@@ -172,8 +172,8 @@ fn parameters_in_halves_are_stepped_as_whole_ones_bit_for_bit() {
     }
 }
 
-/// What a step keeps of its moments is their rounding: the nearest of the first, a neighbour of the
-/// second; parameters go by both as they were before.
+/// A step stores rounded moments: the nearest bf16 of the first, a neighbour of the second.
+/// Parameters use both before rounding.
 #[test]
 fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
     for n in [1, 17, 50_001] {
@@ -203,8 +203,8 @@ fn moments_in_bf16_are_roundings_of_those_of_a_step_in_f32() {
     }
 }
 
-/// To the nearest bf16 it would stay at 0.25, where a thousandth of the way to 1 is less than half
-/// of the distance to the next.
+/// Rounded to the nearest bf16, it would stay at 0.25, where a thousandth of the way to 1 is less
+/// than half of the distance to the next number.
 #[test]
 fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
     let (n, steps) = (4096, 1500);
@@ -222,8 +222,8 @@ fn second_moments_in_bf16_come_in_the_mean_to_where_those_in_f32_come() {
     assert!((mean / want - 1.0).abs() < 0.003, "{mean} rather than {want}");
 }
 
-/// A matrix by columns, as ranks of tensor parallelism have it, and by ranges of elements, as those
-/// of ZeRO have it.
+/// A matrix partitioned by columns, as in tensor parallelism, and by ranges of elements, as in
+/// ZeRO.
 #[test]
 fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     let (rows, columns, cut) = (40, 1000, 300);
@@ -268,7 +268,7 @@ fn moments_in_bf16_are_the_same_bits_in_every_cut() {
     }
 }
 
-/// As what is kept in a file comes to a step.
+/// File-backed state is stepped part by part.
 #[test]
 fn a_step_on_parts_of_segments_is_the_step_on_all_of_them() {
     let n = 10_000;
@@ -366,7 +366,7 @@ fn operands_that_do_not_fit_are_errors_rather_than_deadlocks() {
             .contains("step 0")
     );
 
-    // Of a transposed tensor segments would be parts of a copy.
+    // Segments of a transposed tensor would be parts of a copy.
     let p = randn("p", &[4, 6]).t().unwrap();
     let [g, m, v] = [(); 3].map(|()| Tensor::ones((6, 4), DType::F64, &Device::Cpu).unwrap());
     let segment = |len| Segment {

@@ -1,4 +1,4 @@
-//! Rows in another order.
+//! Reordering of rows.
 
 use crate::common::{assert_same_on_any_threads, bits, cast, randn};
 use candle_core::{DType, Device, Tensor};

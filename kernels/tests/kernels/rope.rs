@@ -1,4 +1,4 @@
-//! Rotary embedding against candle's operations and its own inverse.
+//! Rotary embedding, compared with candle's operations and with its own inverse.
 
 use crate::common::{
     DTYPES, assert_close, assert_same_on_any_threads, cast, oracle, randn, values,
@@ -13,7 +13,7 @@ fn table(dtype: DType) -> RopeTable {
     RopeTable::new(64, SHAPE.head_dim, 10_000.0, dtype, &Device::Cpu).unwrap()
 }
 
-/// x·cos + rotate_half(x)·sin on q and k, as Hugging Face's Llama does.
+/// x·cos + rotate_half(x)·sin on q and k, as in Hugging Face's Llama.
 fn reference(qkv: &Tensor, table: &RopeTable) -> Tensor {
     let (s, b, width) = qkv.dims3().unwrap();
     let HeadShape { groups, heads_per_group: n, head_dim: d } = SHAPE;
@@ -53,7 +53,7 @@ fn rotation_and_its_gradient_agree_with_autograd() {
 fn positions_may_be_given_row_by_row() {
     let (s, b) = (9, 2);
     let whole = randn("qkv", &[s, b, SHAPE.width()]);
-    // Sample 0 begins anew at row 4; sample 1 goes on from 7.
+    // Sample 0 starts again at row 4; sample 1 continues from 7.
     let positions: Vec<u32> =
         (0..s as u32).flat_map(|i| [if i < 4 { i } else { i - 4 }, 7 + i]).collect();
     let rows = |positions: &[u32]| {

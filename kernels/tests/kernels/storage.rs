@@ -1,5 +1,6 @@
-//! 16-bit storage: a kernel on bf16 or f16 tensors gives, bit for bit, what it gives on the same
-//! values in f32, rounded once; statistics and gradients of parameters are the f32 ones.
+//! 16-bit storage: the results of a kernel on bf16 or f16 tensors are its results on the same
+//! values in f32, rounded once, bit for bit. Statistics and gradients of parameters equal the f32
+//! ones.
 
 use crate::common::{bits, cast, ids, randn};
 use candle_core::{DType, Device, Tensor};
@@ -10,11 +11,11 @@ use kernels::ops::optimizer::{AdamW, Sgd, adamw, sgd};
 use kernels::ops::{activation, cross_entropy, embedding, reduce};
 
 const DTYPES: [DType; 2] = [DType::BF16, DType::F16];
-/// Rows that make several blocks and a remainder, of a width that makes vectors and a remainder.
+/// Rows for several blocks and a remainder, of a width for vectors and a remainder.
 const SHAPE: [usize; 3] = [150, 3, 77];
 
-/// What a kernel gives: results in its operands' dtype, and statistics or gradients of parameters
-/// in f32.
+/// Results of a kernel: those in its operands' dtype, and statistics or gradients of parameters in
+/// f32.
 type Results = (Vec<Tensor>, Vec<Tensor>);
 
 /// Runs `kernel` on `inputs` in each 16-bit dtype and on the same values in f32, and compares.
@@ -158,7 +159,7 @@ fn a_gradient_of_f32_logits_is_written_in_16_bits_rounded_once() {
     let (max, sums) = cross_entropy::row_statistics(&logits, &targets, first, valid).unwrap();
     let sum_exp = sums.narrow(0, 0, 1).unwrap().flatten_all().unwrap();
     let gradient = |dtype| {
-        // Over what another chunk left there.
+        // Overwrites the contents that another chunk left.
         let dlogits = cast(&randn("old", &[rows, v]), dtype);
         cross_entropy::cross_entropy_backward_into(
             &dlogits, &logits, &max, &sum_exp, &targets, &scale, first, valid,
@@ -211,9 +212,9 @@ fn casts_agree_with_the_reference_conversions_and_stay_in_their_view() {
         let src = cast(&exact, from);
         let flat = Tensor::ones(n + 2, to, &Device::Cpu).unwrap();
         reduce::cast(&flat.narrow(0, 1, n).unwrap(), &src).unwrap();
-        // candle rounds bf16 to f16 and back through f32, as here; of f64 it drops 32 bits before
-        // it rounds to 16, so that goes through f32, too, in which these numbers lie on the same
-        // side of all middles.
+        // candle rounds between bf16 and f16 through f32, as here. From f64 it drops 32 bits before
+        // it rounds to 16. So the reference goes through f32 first, in which these numbers lie on
+        // the same side of all midpoints.
         let reference = if from == DType::F64 && to.size_in_bytes() == 2 {
             cast(&src, DType::F32)
         } else {
@@ -229,8 +230,8 @@ fn casts_agree_with_the_reference_conversions_and_stay_in_their_view() {
     }
 }
 
-/// What lies just beyond the middle between two numbers goes to the further one, even where the
-/// excess is less than f32 can tell.
+/// Values just beyond the midpoint between two numbers round to the further one, even if the excess
+/// is less than f32 resolves.
 #[test]
 fn f64_is_rounded_to_16_bits_once() {
     for (to, ulp) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {

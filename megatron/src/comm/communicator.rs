@@ -21,11 +21,11 @@ pub enum ReduceOp {
 /// A shared handle to a communicator.
 pub type Group = Arc<dyn Communicator>;
 
-/// What completes an operation.
+/// Completes an operation.
 pub(crate) trait Pending: Send {
     /// Blocks until the operation is complete.
     fn wait(self: Box<Self>) -> Result<()>;
-    /// The caller will not wait; the operation must complete all the same.
+    /// Tells that the caller will not wait. The operation must complete all the same.
     fn detach(self: Box<Self>);
 }
 
@@ -35,7 +35,8 @@ pub(crate) trait Pending: Send {
 pub struct Work(Option<State>);
 
 enum State {
-    /// In the queue of its group. Small operations are too short for an allocation more.
+    /// In the queue of its group. A separate variant, because small operations are too short for
+    /// another allocation.
     Queued(Submitted),
     Other(Box<dyn Pending>),
 }
@@ -86,8 +87,9 @@ impl Drop for Work {
 /// same collectives in the same order; messages are matched per (peer, tag) in order.
 ///
 /// A clone of a tensor, a view and a reshape share its storage, so an operation in place changes
-/// all of them: pass `t.copy()?` where another holder must keep the old values. candle's `cat` of
-/// one tensor, `contiguous` of a contiguous one and `to_dtype` of its own dtype are such clones.
+/// all of them. If another holder must keep the old values, pass `t.copy()?`. Candle's `cat` of one
+/// tensor, `contiguous` of a contiguous tensor and `to_dtype` to the same dtype also return such
+/// clones.
 pub trait Communicator: Send + Sync {
     /// This rank's index in the group.
     fn rank(&self) -> usize;
@@ -98,10 +100,10 @@ pub trait Communicator: Send + Sync {
     /// The group's members as ranks of the world, in group order.
     fn ranks(&self) -> &[usize];
 
-    /// Whether layers and pipelines should issue operations before computation that does not need
-    /// them, and wait after it. That pays where operations run by themselves, as on a GPU's
-    /// streams; a CPU's ranks use all of its cores for computation, from which a thread that
-    /// communicates would only take. Results are the same, and ranks of a group may even differ.
+    /// Whether layers and pipelines should issue an operation before independent computation, and
+    /// wait after it. This pays off if operations run by themselves, as on a GPU's streams. Ranks
+    /// on a CPU already use all cores for computation, and a communicating thread would take some
+    /// of them. The results are the same, and ranks of a group may even differ.
     fn overlaps(&self) -> bool;
 
     /// Combines `t` over all ranks, in place.
@@ -114,7 +116,7 @@ pub trait Communicator: Send + Sync {
     fn reduce_scatter(&self, input: &Tensor, output: &Tensor, op: ReduceOp) -> Result<Work>;
     /// Copies `t` of rank `root` to every rank, in place.
     fn broadcast(&self, t: &Tensor, root: usize) -> Result<Work>;
-    /// Combines `t` over all ranks into `t` of rank `root`; the others' stay as they are.
+    /// Combines `t` over all ranks into `t` of rank `root`; `t` of other ranks stays unchanged.
     fn reduce(&self, t: &Tensor, root: usize, op: ReduceOp) -> Result<Work>;
     /// Concatenates every rank's `input` into `output` of rank `root` (`None` elsewhere).
     fn gather(&self, input: &Tensor, output: Option<&Tensor>, root: usize) -> Result<Work>;
@@ -126,35 +128,35 @@ pub trait Communicator: Send + Sync {
     fn all_to_all(&self, input: &Tensor, output: &Tensor) -> Result<Work>;
     /// Sends `t` to rank `dst`. Never waits for the receiver on the calling thread.
     fn send(&self, t: &Tensor, dst: usize, tag: u32) -> Result<Work>;
-    /// Receives into `t` (in place) the next message of `src` with this tag.
+    /// Receives the next message from `src` with this tag into `t` (in place).
     fn recv(&self, t: &Tensor, src: usize, tag: u32) -> Result<Work>;
-    /// Prepares messages to and from these ranks, as (rank, tag), where the transport has to
-    /// connect for each kind of them; without it that happens at the first of a kind, beside
-    /// whatever else goes on then. Those who exchange them call it together.
+    /// Prepares messages to and from these ranks, given as (rank, tag), if the transport must
+    /// connect for each kind. Otherwise a connection is made at the first message of a kind, while
+    /// other work is going on. The ranks that exchange the messages call it together.
     fn connect(&self, _sends: &[(usize, u32)], _receives: &[(usize, u32)]) -> Result<()> {
         Ok(())
     }
-    /// Returns when every rank has called it.
+    /// Returns after every rank has called it.
     fn barrier(&self) -> Result<()>;
 
     /// Splits the group (collective over all its ranks, as `ncclCommSplit`): ranks with the same
     /// `color` form a group, ordered by `key`, then by rank; `None` joins no group.
     fn split(&self, name: &str, color: Option<usize>, key: usize) -> Result<Option<Group>>;
 
-    /// Bytes of every rank, in rank order; lengths may differ.
+    /// Gathers bytes of every rank, in rank order; lengths may differ.
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// Ends the run: pending and later operations of this rank and, as far as they can be reached,
-    /// of every rank of the world fail soon with an error that names this rank and `reason`. The
-    /// first reason given anywhere stays.
+    /// Ends the run. Pending and later operations of this rank, and of every reachable rank of the
+    /// world, soon fail with an error that names this rank and `reason`. The first reason given on
+    /// any rank is kept.
     fn abort(&self, reason: &str);
 
-    /// Says farewell to all ranks of the world, for a process that ends without dropping its
-    /// groups: what it told them arrives, and they do not take it for dead. The world is of no use
-    /// after it.
+    /// Says goodbye to all ranks of the world, for a process that ends without dropping its groups.
+    /// Messages already sent arrive, and the other ranks do not consider this rank dead. The world
+    /// cannot be used afterwards.
     fn leave(&self) {}
 
-    /// Whether the run can go on, as far as this rank has heard; waits for nobody.
+    /// Whether the run can continue, as far as this rank knows. Does not wait.
     ///
     /// # Errors
     /// If a rank was lost or the run was aborted.

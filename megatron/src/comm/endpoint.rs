@@ -1,5 +1,4 @@
-//! One rank's connection to the world: sending, waiting with deadlines, and agreeing on who was
-//! lost.
+//! One rank's connection to the world: sending, waiting with deadlines, and agreeing on lost ranks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,14 +8,15 @@ use super::inbox::{Inbox, Key, Look, Loss};
 use super::local::{Arena, RingPosition};
 use super::message::{Header, Message, Payload};
 
-/// How often a wait looks whether its peer still lives and whether the run is over.
+/// Interval at which a wait checks whether its peer is alive and whether the run is over.
 pub(crate) const TICK: Duration = Duration::from_millis(100);
 
-/// Ticks in which a rank that waits says so several times, on a busy machine too.
+/// Number of ticks in which a waiting rank reports several times, even on a busy machine.
 pub(crate) const LOOKS: usize = 5;
 
-/// Where the chains of waiting ranks end that begin with `missing`, in a world of `size`; a rank
-/// itself if it waits in a circle. `awaited` says whom a rank waits for.
+/// Follows the chains of waiting ranks that start at `missing`, in a world of `size`, and returns
+/// their ends. A rank in a circle of waiting ranks is its own end. `awaited` gives the rank that a
+/// rank waits for.
 pub(crate) fn ends_of_chains(
     missing: Vec<usize>,
     size: usize,
@@ -32,30 +32,30 @@ pub(crate) fn ends_of_chains(
     ends
 }
 
-/// A backend: how bytes get from this rank to the others. Ranks are those of the world.
+/// A backend: transports bytes from this rank to the others. Ranks are world ranks.
 pub(crate) trait Link: Send + Sync {
-    /// Queues a message for `dst`. Messages arrive in the order sent; the call never waits for the
-    /// receiver, and messages to a rank that is gone vanish.
+    /// Queues a message for `dst`. Messages arrive in the order of sending. The call never waits
+    /// for the receiver, and messages to a rank that is gone are dropped.
     fn send(&self, dst: usize, header: Header, payload: Payload);
 
-    /// Whether waiting ranks must call [`Link::pull`]; other backends push into the inbox from
+    /// Whether waiting ranks must call [`Link::pull`]. Other backends push into the inbox from
     /// their own threads.
     fn pulls(&self) -> bool {
         false
     }
 
-    /// The next message of `src`, waiting at most `patience`.
+    /// The next message from `src`. Waits at most `patience`.
     fn pull(&self, _src: usize, _patience: Duration) -> Result<Option<Message>, Loss> {
         Ok(None)
     }
 
-    /// Looks for ranks that were lost without this rank waiting for them.
+    /// Looks for lost ranks, including ranks that this rank does not wait for.
     fn check(&self) -> Option<Loss> {
         None
     }
 
-    /// Of ranks that were waited for in vain, those to blame: a rank that itself waits for another
-    /// is not.
+    /// Of the ranks that were waited for in vain, the ones to blame. A rank that itself waits for
+    /// another rank is not to blame.
     fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
         missing
     }
@@ -63,8 +63,8 @@ pub(crate) trait Link: Send + Sync {
     /// Tells every rank that the run is over because of `loss`.
     fn spread(&self, loss: &Loss);
 
-    /// Says farewell to every rank and sees to it that what was sent arrives, as dropping the link
-    /// does. Nothing is sent after it.
+    /// Says goodbye to every rank and delivers what was sent, as dropping the link does. Nothing
+    /// may be sent afterwards.
     fn leave(&self) {}
 
     /// Memory that all ranks of the world share.
@@ -72,25 +72,25 @@ pub(crate) trait Link: Send + Sync {
         None
     }
 
-    /// Whether ranks may have a core each, so that looking again and again before sleeping takes
-    /// nothing from others.
+    /// Whether each rank may have its own core, so that spinning before sleeping takes no time from
+    /// other ranks.
     fn alone(&self) -> bool {
         false
     }
 
-    /// This rank waits for `src`; to be said again while it does.
+    /// Reports that this rank waits for `src`; must be repeated while it waits.
     fn awaits(&self, _src: usize) {}
 
-    /// This rank has what it waited for.
+    /// Reports that this rank has what it waited for.
     fn awaits_nobody(&self) {}
 
-    /// Why no more will come from `src`, if so.
+    /// The reason why nothing more will come from `src`, if that is so.
     fn gone(&self, _src: usize) -> Option<Loss> {
         None
     }
 }
 
-/// Why a wait ended without its message.
+/// The reason why a wait ended without its message.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Lost(Loss),
@@ -119,8 +119,8 @@ impl Endpoint {
         }
     }
 
-    /// Waits for a message of world rank `src`. `deadline` is asked again at every tick, so it may
-    /// move.
+    /// Waits for a message from world rank `src`. `deadline` is evaluated at every tick, so it may
+    /// change.
     pub fn recv(
         &self,
         src: usize,
@@ -143,8 +143,8 @@ impl Endpoint {
                     }
                     Ok(None) => self.inbox.pulled(src, None),
                     Err(loss) => {
-                        // The backend found the ring empty and its writer gone: nothing more will
-                        // come.
+                        // The backend found the ring empty and its writer gone, so nothing more
+                        // will come.
                         self.inbox.pulled(src, None);
                         if loss.rank == src {
                             self.inbox.lose(src, loss.how);
@@ -166,13 +166,13 @@ impl Endpoint {
         }
     }
 
-    /// Looks for a moment whether it is `ready`, before a wait that may sleep.
+    /// Spins briefly for `ready`, before a wait that may sleep.
     pub fn look(&self, ready: impl Fn() -> bool) -> bool {
         RingPosition::spin(self.link.alone(), ready)
     }
 
-    /// Waits until world rank `src` has brought about `ready` by moving `position` on. `deadline`
-    /// is asked again at every tick.
+    /// Waits until world rank `src` makes `ready` true by advancing `position`. `deadline` is
+    /// evaluated at every tick.
     pub fn wait_until(
         &self,
         src: usize,
@@ -188,7 +188,7 @@ impl Endpoint {
                 return Ok(());
             }
             let loss = self.loss_of(src);
-            // What it did before it went counts.
+            // Work that the peer finished before it was lost counts.
             if ready() {
                 return Ok(());
             }
@@ -202,9 +202,9 @@ impl Endpoint {
         }
     }
 
-    /// Why waiting for world rank `src` is in vain, if so.
+    /// The reason why waiting for world rank `src` is in vain, if it is.
     fn loss_of(&self, src: usize) -> Option<Loss> {
-        // The verdict first: it says why others have left meanwhile.
+        // The verdict is checked first, because it explains why other ranks have left.
         let verdict = || self.inbox.verdict().or_else(|| self.link.check());
         verdict().or_else(|| self.inbox.lost(src)).or_else(|| self.link.gone(src))
     }
@@ -214,7 +214,7 @@ impl Endpoint {
         self.link.arena()
     }
 
-    /// Whether the message is here already.
+    /// Whether the message has already arrived.
     pub fn holds(&self, src: usize, key: Key) -> bool {
         if self.inbox.holds(src, key) {
             return true;
@@ -231,7 +231,7 @@ impl Endpoint {
         self.inbox.holds(src, key)
     }
 
-    /// Of ranks that were waited for in vain, those to blame, as far as the backend knows.
+    /// Of the ranks that were waited for in vain, the ones to blame, as far as the backend knows.
     pub fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
         self.link.culprits(missing)
     }
@@ -244,8 +244,7 @@ impl Endpoint {
         self.inbox.condemn(loss);
     }
 
-    /// As [`Endpoint::verdict`], having looked for ranks that were lost without anybody waiting for
-    /// them.
+    /// As [`Endpoint::verdict`], but first looks for lost ranks that no rank waits for.
     pub fn loss(&self) -> Option<Loss> {
         if self.inbox.verdict().is_none()
             && let Some(loss) = self.link.check()
@@ -255,17 +254,17 @@ impl Endpoint {
         self.inbox.verdict()
     }
 
-    /// Why the run is over, if it is.
+    /// The reason why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
         self.inbox.verdict()
     }
 
-    /// Says farewell to the other ranks.
+    /// Says goodbye to the other ranks.
     pub fn leave(&self) {
         self.link.leave();
     }
 
-    /// Forgets what a finished group left behind.
+    /// Removes the remaining messages of a finished group.
     pub fn forget(&self, group: u64) {
         self.inbox.forget(group);
     }

@@ -1,10 +1,10 @@
-//! Runs a group's collectives one after the other, in the order issued, beside the computation.
+//! Runs a group's collectives one after the other, in the order of issue, in parallel to the
+//! computation.
 //!
-//! Whoever waits runs the front of the queue itself; a worker thread makes progress when nobody
-//! waits. Waking the worker for an operation that its caller waits for at once would cost more than
-//! a small operation takes, so a group whose last operation was waited for at once gives the next
-//! one a moment before the worker takes it. Such an operation allocates its job alone and takes no
-//! lock but the queue's.
+//! A thread that waits runs the front of the queue itself. A worker thread makes progress while no
+//! thread waits. Waking the worker costs more than a small operation. Therefore, if the last
+//! operation of a group was waited for at once, the worker leaves the next one to its caller for a
+//! moment. Such an operation allocates only its job and takes only the queue's lock.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,45 +18,47 @@ use super::communicator::Work;
 use super::inbox::lock;
 use crate::{Error, Result};
 
-/// How long an operation that is expected to be waited for is left to its caller, at least.
+/// Minimum time for which an operation is left to its caller if the caller is expected to wait for
+/// it.
 const GRACE: Duration = Duration::from_millis(1);
-/// How long the worker lets pass between two looks at most, while callers run what they issue: it
-/// looks half as often after each such look, since every one takes a core from a rank that may be
-/// waited for.
+/// Maximum time between two checks by the worker while callers run their own operations. The time
+/// doubles after each check, because every check takes a core from a rank that others may wait for.
 const PATIENCE: Duration = Duration::from_millis(8);
 
-/// An operation, which is told its number.
+/// An operation. It receives its number.
 type Job = Box<dyn FnOnce(u64) -> Result<()> + Send>;
 
 #[derive(Default)]
 struct State {
     queue: VecDeque<Job>,
-    /// Operations ever submitted, which are numbered from 0.
+    /// Number of operations submitted so far. Operations are numbered from 0.
     submitted: u64,
-    /// Operations ever completed: first in, first out, so all with lower numbers.
+    /// Number of operations completed so far. The queue is first in, first out, so all lower
+    /// numbers are complete.
     completed: u64,
     running: bool,
-    /// What became of operations that failed, until whoever waits for them asks.
+    /// Errors of failed operations, until their waiter takes them.
     failed: Vec<(u64, Error)>,
-    /// Operations that nobody will wait for and that are not complete.
+    /// Operations in progress that no caller will wait for.
     detached: Vec<u64>,
     stop: bool,
     worker: Option<JoinHandle<()>>,
-    /// Threads that sleep until an operation completes.
+    /// Number of threads that sleep until an operation completes.
     waiting: usize,
-    /// The worker sleeps until it is woken.
+    /// Whether the worker sleeps until it is woken.
     asleep: bool,
-    /// The last operation was not waited for at once, so the worker is woken for the next.
+    /// Whether the worker is woken for the next operation, because the last one was not waited for
+    /// at once.
     hurry: bool,
 }
 
 impl State {
-    /// The number of the front of the queue, if it can be run now.
+    /// The number of the operation at the front of the queue, if it can run now.
     fn front(&self) -> Option<u64> {
         (!self.running && !self.queue.is_empty()).then_some(self.completed)
     }
 
-    /// What became of operation `number`, which is complete.
+    /// The result of operation `number`, which is complete.
     fn take_result(&mut self, number: u64) -> Result<()> {
         match self.failed.iter().position(|(failed, _)| *failed == number) {
             Some(at) => Err(self.failed.swap_remove(at).1),
@@ -79,14 +81,14 @@ impl State {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// An operation is complete.
+    /// Signals that an operation is complete.
     completed: Condvar,
-    /// The worker has something to do.
+    /// Signals that the worker has something to do.
     work: Condvar,
 }
 
 impl Shared {
-    /// Runs the front of the queue.
+    /// Runs the operation at the front of the queue.
     fn run<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         let Some(job) = state.queue.pop_front() else { return state };
         let number = state.completed;
@@ -108,7 +110,7 @@ impl Shared {
         state
     }
 
-    /// Runs the queue until operation `number` is complete, sleeping while others run it.
+    /// Runs the queue until operation `number` is complete. Sleeps while another thread runs it.
     fn complete(&self, number: u64) -> Result<()> {
         let mut state = lock(&self.state);
         state.hurry = state.running || state.queue.len() != 1;
@@ -125,11 +127,11 @@ impl Shared {
         state.take_result(number)
     }
 
-    /// What the worker does until the group is dropped.
+    /// The loop of the worker, until the group is dropped.
     fn work(&self) {
         let mut state = lock(&self.state);
         let mut seen = 0;
-        // The front of the queue as it was when the worker first saw it there.
+        // The operation at the front of the queue, and the time when the worker first saw it there.
         let mut front = (u64::MAX, Instant::now());
         let mut pause = GRACE;
         while !(state.stop && state.queue.is_empty() && !state.running) {
@@ -146,7 +148,7 @@ impl Shared {
                 state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
                 state.asleep = false;
             } else {
-                // While operations come one after the other, looking now and then costs less than
+                // While operations follow each other closely, checking periodically costs less than
                 // being woken for each.
                 seen = state.submitted;
                 let patience = if number.is_some() { GRACE } else { pause };
@@ -166,8 +168,8 @@ impl Shared {
 pub(crate) struct Executor(Arc<Shared>);
 
 impl Executor {
-    /// Queues `job`, which gets the number of operations submitted before; operations of one thread
-    /// run in the order it submits them.
+    /// Queues `job`, which receives the number of operations submitted before it. Operations of one
+    /// thread run in the order of submission.
     ///
     /// # Errors
     /// If the worker thread cannot be started.
@@ -207,13 +209,13 @@ impl Drop for Executor {
         drop(state);
         self.0.work.notify_one();
         if let Some(worker) = worker {
-            // Jobs catch their panics, so there is nothing to learn from the thread's result.
+            // Jobs catch their panics, so the thread's result contains nothing to report.
             let _ = worker.join();
         }
     }
 }
 
-/// An operation that was submitted.
+/// A submitted operation.
 pub(crate) struct Submitted {
     shared: Arc<Shared>,
     number: u64,
@@ -223,19 +225,19 @@ impl Submitted {
     /// Blocks until the operation is complete.
     ///
     /// # Errors
-    /// What it failed with.
+    /// The error of the operation.
     pub fn wait(self) -> Result<()> {
         let _span = span("wait for a collective", Kind::Wait);
         self.shared.complete(self.number)
     }
 
-    /// Nobody will wait for it; it runs all the same.
+    /// Tells that no caller will wait for the operation; it runs all the same.
     pub fn detach(self) {
         let mut state = lock(&self.shared.state);
         if state.completed <= self.number {
             state.detached.push(self.number);
         } else {
-            // A failure is met by the group's next operation.
+            // The group's next operation reports a failure.
             let _ = state.take_result(self.number);
         }
     }
@@ -247,11 +249,11 @@ mod tests {
 
     use super::*;
 
-    /// How long a test waits for what should come at once.
+    /// Time limit in tests for events that should come at once.
     const LONG: Duration = Duration::from_secs(10);
 
-    /// Jobs that tell as the how-manieth they were submitted and as the how-manieth they run; those
-    /// for which `fails` end with an error.
+    /// Submits jobs that report their position of submission and their position of execution. Jobs
+    /// for which `fails` is true end with an error.
     fn submit(
         executor: &Executor,
         count: u64,
@@ -301,7 +303,7 @@ mod tests {
     fn failures_that_nobody_asks_for_are_not_kept() {
         let executor = Executor::default();
         let (works, told) = submit(&executor, 2, |_| true);
-        // One is dropped before it has run, the other after.
+        // One is dropped before it runs, the other one afterwards.
         let [first, second] = <[Work; 2]>::try_from(works).ok().unwrap();
         drop(first);
         assert_eq!([told.recv_timeout(LONG), told.recv_timeout(LONG)], [Ok((0, 0)), Ok((1, 1))]);

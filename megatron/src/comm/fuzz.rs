@@ -1,4 +1,4 @@
-//! What reads messages and is not public, for fuzzing (`tests/fuzz`).
+//! Access to the private message parsers, for fuzzing (`tests/fuzz`).
 
 use std::io::{self, Read, Write};
 
@@ -11,18 +11,18 @@ pub fn header() -> Vec<u8> {
     Header { group: 1, phase: 0, call: Call::new(Op::AllReduce), len: 8 }.encode().to_vec()
 }
 
-/// Reads headers, one after another, and says what they say.
+/// Decodes and formats consecutive headers.
 pub fn headers(bytes: &[u8]) {
     for bytes in bytes.as_chunks::<{ Header::BYTES }>().0 {
         if let Ok(header) = Header::decode(bytes) {
-            // What a receiver compares and prints.
+            // The uses of a header in a receiver.
             let _ = (header.call.to_string(), header.call.same_elements(&Call::new(Op::Split)));
         }
     }
 }
 
-/// Reads a store's greeting, what proves a caller and an answerer, and a request and a reply in
-/// what follows.
+/// Reads a store's greeting, the proofs of both sides, and a request and a reply from the rest of
+/// the bytes.
 pub fn store_messages(mut bytes: &[u8]) {
     if wire::read_greeting(&mut bytes).is_ok() {
         let none = Secret::default();
@@ -38,7 +38,7 @@ pub fn store_messages(mut bytes: &[u8]) {
     }
 }
 
-/// What another side has said that hears nothing.
+/// A peer that has sent these bytes and ignores what it receives.
 struct Said<'a>(&'a [u8]);
 
 impl Read for Said<'_> {

@@ -1,8 +1,8 @@
-//! Where messages to one rank wait until an operation asks for them.
+//! The inbox of a rank: holds messages until an operation asks for them.
 //!
-//! Collectives of a group take a peer's messages in order of arrival; point-to-point receives take
-//! the n-th message of (group, peer, tag). Backends either push messages here from their own
-//! threads, or are pulled by whoever waits.
+//! Collectives of a group take a peer's messages in order of arrival. Point-to-point receives take
+//! the n-th message of (group, peer, tag). Backends either push messages from their own threads, or
+//! the waiting thread pulls them.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,24 +11,24 @@ use std::time::{Duration, Instant};
 
 use super::message::{Message, Op};
 
-/// How long what a lost rank sent may still be under way, at most.
+/// Maximum time for which messages of a lost rank may still be in transit.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// Which message an operation waits for.
+/// Selects the message that an operation waits for.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Key {
-    /// The next of the group's collectives.
+    /// The next message of the group's collectives.
     Collective { group: u64 },
-    /// The `index`-th with this tag.
+    /// The `index`-th message with this tag.
     Tagged { group: u64, tag: u32, index: u64 },
 }
 
-/// Why a message will not come.
+/// The reason why a message will not come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Loss {
-    /// The rank of the world that is gone.
+    /// The world rank that is gone.
     pub rank: usize,
-    /// What became of it, e.g. `died (pid 123)`.
+    /// What happened to it, e.g. `died (pid 123)`.
     pub how: String,
 }
 
@@ -42,9 +42,10 @@ struct Tagged {
 struct Source {
     collectives: HashMap<u64, VecDeque<Message>>,
     tagged: HashMap<(u64, u32), Tagged>,
-    /// Someone is pulling from the backend; the others sleep until that one has stored what came.
+    /// Whether a thread is pulling from the backend. Other threads sleep until it has stored what
+    /// came.
     pulling: bool,
-    /// No more messages will come.
+    /// Present if no more messages will come.
     lost: Option<String>,
 }
 
@@ -82,27 +83,26 @@ impl Source {
     }
 }
 
-/// What one look at the inbox found.
+/// The result of one look at the inbox.
 pub(crate) enum Look {
     Found(Message),
-    /// The caller is to pull from the backend, then call [`Inbox::pulled`].
+    /// The caller must pull from the backend, then call [`Inbox::pulled`].
     Pull,
     Lost(Loss),
-    /// Nothing within the given time.
+    /// No message within the given time.
     Nothing,
 }
 
 /// The mailboxes of one rank, one per rank of the world.
 pub(crate) struct Inbox {
     sources: Vec<(Mutex<Source>, Condvar)>,
-    /// Why the run is over, and since when.
+    /// The reason why the run is over, and the time when it was set.
     verdict: Mutex<Option<(Loss, Instant)>>,
-    /// There is a verdict.
+    /// Whether there is a verdict.
     over: AtomicBool,
 }
 
-// A panic while a lock is held leaves plain queues behind, which are as good as before: poison
-// means nothing here.
+// A panic while a lock is held leaves plain queues in a valid state, so poisoning is ignored.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -117,32 +117,32 @@ impl Inbox {
         }
     }
 
-    /// Stores a message of world rank `src`.
+    /// Stores a message from world rank `src`.
     pub fn push(&self, src: usize, message: Message) {
         let (source, changed) = &self.sources[src];
         lock(source).store(message);
         changed.notify_all();
     }
 
-    /// No more messages of world rank `src` will come.
+    /// Records that no more messages from world rank `src` will come.
     pub fn lose(&self, src: usize, how: impl Into<String>) {
         let (source, changed) = &self.sources[src];
         lock(source).lost.get_or_insert(how.into());
         changed.notify_all();
     }
 
-    /// The run is over because of `loss`; every wait ends. The first verdict stays.
+    /// Records that the run is over because of `loss`; every wait ends. The first verdict is kept.
     pub fn condemn(&self, loss: Loss) {
         lock(&self.verdict).get_or_insert_with(|| (loss, Instant::now()));
         self.over.store(true, Ordering::Release);
         for (source, changed) in &self.sources {
-            // Taken so that nobody is between looking at the verdict and going to sleep.
+            // The lock ensures that no thread is between checking the verdict and going to sleep.
             drop(lock(source));
             changed.notify_all();
         }
     }
 
-    /// Why the run is over, if it is.
+    /// The reason why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
         if !self.over.load(Ordering::Acquire) {
             return None;
@@ -150,12 +150,12 @@ impl Inbox {
         lock(&self.verdict).as_ref().map(|(loss, _)| loss.clone())
     }
 
-    /// Why no more messages of world rank `src` will come, if so.
+    /// The reason why no more messages from world rank `src` will come, if that is so.
     pub fn lost(&self, src: usize) -> Option<Loss> {
         lock(&self.sources[src].0).lost.clone().map(|how| Loss { rank: src, how })
     }
 
-    /// Looks for a message of world rank `src`, sleeping at most `patience`.
+    /// Looks for a message from world rank `src`. Sleeps at most `patience`.
     pub fn look(&self, src: usize, key: Key, patience: Duration, pulls: bool) -> Look {
         let until = Instant::now() + patience;
         let (source, changed) = &self.sources[src];
@@ -165,7 +165,8 @@ impl Inbox {
                 return Look::Found(message);
             }
             if let Some((loss, since)) = lock(&self.verdict).clone() {
-                // Others may tell that a rank is gone before its own last words are here.
+                // Other ranks may report a loss before the last messages of the lost rank have
+                // arrived.
                 if pulls
                     || loss.rank != src
                     || guard.lost.is_some()
@@ -194,12 +195,12 @@ impl Inbox {
         }
     }
 
-    /// Takes the turn to pull from the backend, if nobody has it; ends with [`Inbox::pulled`].
+    /// Takes the turn to pull from the backend, if no thread has it. [`Inbox::pulled`] ends it.
     pub fn begin_pull(&self, src: usize) -> bool {
         !std::mem::replace(&mut lock(&self.sources[src].0).pulling, true)
     }
 
-    /// Ends a pull that [`Inbox::look`] asked for.
+    /// Ends a pull that [`Inbox::look`] requested.
     pub fn pulled(&self, src: usize, message: Option<Message>) {
         let (source, changed) = &self.sources[src];
         let mut guard = lock(source);
@@ -211,12 +212,12 @@ impl Inbox {
         changed.notify_all();
     }
 
-    /// Whether the message is here already.
+    /// Whether the message has already arrived.
     pub fn holds(&self, src: usize, key: Key) -> bool {
         lock(&self.sources[src].0).holds(key)
     }
 
-    /// Forgets what a finished group left behind.
+    /// Removes the remaining messages of a finished group.
     pub fn forget(&self, group: u64) {
         for (source, _) in &self.sources {
             let mut source = lock(source);

@@ -1,7 +1,7 @@
-//! Messages between ranks: the header that says which call a payload belongs to, and its encoding.
+//! Messages between ranks: the header that identifies a payload's call, and its encoding.
 //!
-//! Every message carries the whole call (group, operation, sequence number, dtype, count, root), so
-//! the receiver can tell that two ranks disagree instead of combining unrelated bytes.
+//! Every message carries the whole call (group, operation, sequence number, dtype, count, root).
+//! The receiver thus detects ranks that disagree, instead of combining unrelated bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -13,14 +13,14 @@ use super::ReduceOp;
 use super::local::{Arena, Block};
 use crate::{Error, Result};
 
-/// Bytes of a message, shared between the receivers of one sender.
+/// The bytes of a message, shared by all its receivers.
 pub(crate) type Payload = Arc<Vec<u8>>;
 
-/// Largest payload that a header may announce; anything above it is garbage, not a tensor.
+/// Largest payload that a header may announce; a larger value means a corrupt header.
 const MAX_PAYLOAD: u64 = 1 << 40;
 const MAGIC: u32 = 0x4d47_4354;
 
-/// What the members of a group are doing together.
+/// The operations of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     AllReduce,
@@ -53,7 +53,7 @@ const OPS: [(Op, &str); 12] = [
 ];
 
 impl Op {
-    /// As messages and profiles call it.
+    /// Its name in messages and profiles.
     pub fn name(self) -> &'static str {
         OPS.iter().find(|(op, _)| *op == self).map_or("operation", |(_, name)| name)
     }
@@ -73,11 +73,11 @@ pub(crate) fn is_sendable(dtype: DType) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
     pub op: Op,
-    /// Index of the call among the group's collectives; of point-to-point messages, the sender's
+    /// Index of the call among the group's collectives; for point-to-point messages, the sender's
     /// count.
     pub seq: u64,
     pub dtype: DType,
-    /// Elements of the tensor that the call's documentation counts; 0 where lengths may differ.
+    /// Number of elements of the tensor that the operation counts; 0 if lengths may differ.
     pub count: u64,
     pub reduce: Option<ReduceOp>,
     pub root: Option<u32>,
@@ -124,7 +124,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// What precedes every payload.
+/// The header before every payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     /// Identity of the group; see [`super::group`].
@@ -140,10 +140,10 @@ impl Header {
     /// Length of an encoded header in bytes.
     pub const BYTES: usize = 48;
 
-    /// Where an encoded header has the length of the payload, its last field.
+    /// Place of the payload's length in an encoded header: its last field.
     const LEN: Range<usize> = 40..48;
 
-    /// The header as it travels.
+    /// The encoded header.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let call = &self.call;
         let index = |found: Option<usize>| found.map_or(u8::MAX, |i| i as u8);
@@ -162,8 +162,8 @@ impl Header {
         out
     }
 
-    /// The header as it lies in shared memory: written and compared by words, since bytes that were
-    /// just written cannot be read as wider registers without a wait.
+    /// The header in shared memory, written and compared by words: reading bytes that were just
+    /// written as a wider register would stall.
     pub fn words(&self) -> HeaderWords {
         let mut words = HeaderWords::default();
         words
@@ -173,10 +173,10 @@ impl Header {
         words
     }
 
-    /// The header that `words` are.
+    /// Decodes the header in `words`.
     ///
     /// # Errors
-    /// If they are none.
+    /// If the words are not a header.
     pub fn from_words(words: &HeaderWords) -> Result<Self> {
         let mut bytes = [0; Self::BYTES];
         bytes
@@ -186,7 +186,7 @@ impl Header {
         Self::decode(&bytes)
     }
 
-    /// Reads an encoded header.
+    /// Decodes a header.
     ///
     /// # Errors
     /// If the bytes are not a header.
@@ -212,8 +212,8 @@ impl Header {
     }
 }
 
-/// An encoded header by words; the last is the length of the payload, the others are the same for
-/// all parts of a call.
+/// An encoded header by words. The last word is the length of the payload; the others are the same
+/// for all parts of a call.
 pub(crate) type HeaderWords = [u64; Header::BYTES / 8];
 
 /// A received message.
@@ -221,24 +221,24 @@ pub(crate) type HeaderWords = [u64; Header::BYTES / 8];
 pub(crate) struct Message {
     pub header: Header,
     pub payload: Payload,
-    /// Where the bytes are, if the sender left them in its heap.
+    /// The place of the bytes, if the sender left them in its heap.
     pub block: Option<Block>,
 }
 
 impl Message {
-    /// Phase of a point-to-point message whose payload says where in the sender's heap its bytes
-    /// are.
+    /// Phase of a point-to-point message whose payload is the place of its bytes in the sender's
+    /// heap.
     pub const IN_HEAP: u8 = 1;
 
-    /// A message that came with all its bytes.
+    /// A message that arrived with all its bytes.
     pub fn whole(header: Header, payload: Payload) -> Self {
         Self { header, payload, block: None }
     }
 
-    /// A message of world rank `src`, whose heap is part of `arena`.
+    /// A message from world rank `src`, whose heap is part of `arena`.
     ///
     /// # Errors
-    /// If it points to bytes that cannot be there.
+    /// If it points to an impossible place.
     pub fn new(header: Header, payload: Payload, arena: &Arena, src: usize) -> Result<Self> {
         if header.call.op != Op::SendRecv || header.phase != Self::IN_HEAP {
             return Ok(Self::whole(header, payload));

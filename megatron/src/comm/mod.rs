@@ -1,20 +1,20 @@
 //! Communication between ranks.
 //!
-//! A [`Communicator`] is one rank's membership in one group. Operations are issued in the same
-//! order by every member (as in NCCL and MPI) and run asynchronously; [`Work::wait`] completes
-//! them. Reductions are summed in rank order, never in order of arrival, and 16-bit data in fp32,
-//! so a result depends on the data and the group alone.
+//! A [`Communicator`] is one rank's membership in one group. Every member issues operations in the
+//! same order (as in NCCL and MPI), and they run asynchronously; [`Work::wait`] completes them.
+//! Reductions add in rank order, never in order of arrival, and 16-bit data is summed in fp32. A
+//! result thus depends only on the data and the group.
 //!
 //! ```text
 //! group, collectives     one implementation of Communicator, over messages
 //! executor               order and overlap of a group's operations
 //! endpoint, inbox        waiting for messages: matching, deadlines, lost ranks
 //! threads, local, tcp    how messages travel (trait Link)
-//! staging                tensors on GPUs, over these
-//! nccl                   tensors on GPUs, by NCCL; beside one of these (feature `nccl`)
+//! staging                tensors on GPUs, copied through the host
+//! nccl                   tensors on GPUs, by NCCL, with one of these (feature `nccl`)
 //! rendezvous             how ranks find each other; init() makes a world
-//! secret                 who is of the run
-//! pending_connections    what strangers may cost it
+//! secret                 authentication of ranks
+//! pending_connections    limits on unauthenticated connections
 //! ```
 //!
 //! ```
@@ -22,7 +22,7 @@
 //! use megatron::comm::{Communicator, ReduceOp, threads};
 //!
 //! # fn main() -> megatron::Result<()> {
-//! // Four ranks, which are threads here; `spawn` starts processes.
+//! // Four ranks, here as threads; `spawn` starts processes.
 //! let sums = threads::run(4, |world| {
 //!     let sum = Tensor::new(&[world.rank() as f32, 1.0], &Device::Cpu)?;
 //!     let work = world.all_reduce(&sum, ReduceOp::Sum)?;

@@ -1,12 +1,12 @@
-//! What every transport asks of the tensors and ranks of an operation before it is issued.
+//! Checks of an operation's tensors and ranks before it is issued, shared by all transports.
 //!
-//! `operation` names it in errors, e.g. `all_gather on group tp (ranks 0,1)`.
+//! `operation` names the operation in errors, e.g. `all_gather on group tp (ranks 0,1)`.
 
 use candle_core::Tensor;
 
 use crate::{Error, Result};
 
-/// E.g. `f32×128`.
+/// Dtype and number of elements, e.g. `f32×128`.
 pub fn elements(t: &Tensor) -> String {
     format!("{}×{}", t.dtype().as_str(), t.elem_count())
 }
@@ -29,7 +29,8 @@ pub fn check_parts(
     )))
 }
 
-/// Checks that `input` and `output` of an all_to_all are alike and divide into `size` parts.
+/// Checks that `input` and `output` of an all_to_all have equal dtype and length and divide into
+/// `size` parts.
 pub fn check_exchange(
     operation: impl Fn() -> String,
     size: usize,
@@ -49,7 +50,7 @@ pub fn check_exchange(
     )))
 }
 
-/// Checks that a group of `size` has a rank `rank`.
+/// Checks that `rank` exists in a group of `size`.
 pub fn check_rank(operation: impl Fn() -> String, size: usize, rank: usize) -> Result<()> {
     if rank < size {
         return Ok(());

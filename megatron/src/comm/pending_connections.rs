@@ -1,4 +1,4 @@
-//! Connections from whoever calls, as many as there is room for, and for as long as they may take.
+//! Connections that are not authenticated yet, with limits on their number and time.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use super::inbox::lock;
 
-/// Connections beyond those that the ranks of a run need: of strangers, and of ranks that begin
-/// again.
+/// Connections in addition to those that the ranks of a run need: for strangers, and for ranks that
+/// connect again.
 pub(crate) const RESERVE: usize = 64;
 
-/// Connections that are being served. One that there is no room for takes the place of the one that
-/// has been silent for longest, of those that said least of who they are: whoever only holds
-/// connections open keeps nobody out.
+/// Connections that are being served. If there is no room for a new one, another one is closed:
+/// among those whose peer state is lowest, the one that has been silent the longest. Idle
+/// connections thus cannot keep ranks out.
 pub(crate) struct PendingConnections {
     most: usize,
     connections: Mutex<Connections>,
@@ -32,27 +32,27 @@ struct Connection {
     heard: Instant,
 }
 
-/// What is known of a connection's other side.
+/// How much is known about a connection's peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum PeerState {
-    /// Nothing.
+    /// It has sent nothing.
     Silent,
-    /// It speaks the protocol, and has not proved yet who it is.
+    /// It speaks the protocol, but has not authenticated itself.
     Introduced,
-    /// Who it is.
+    /// It is authenticated.
     Known,
 }
 
 impl PendingConnections {
-    /// Room for what `ranks` ranks need.
+    /// Room for the connections of `ranks` ranks.
     pub fn new(ranks: usize) -> Self {
         Self { most: ranks + RESERVE, connections: Mutex::default() }
     }
 
-    /// Takes a connection in and returns its number; another one may be closed for it.
+    /// Adds a connection and returns its number. Another connection may be closed to make room.
     ///
     /// # Errors
-    /// If the system has no descriptor for it.
+    /// If the system has no file descriptor for it.
     pub fn enter(&self, stream: &TcpStream) -> io::Result<u64> {
         let stream = stream.try_clone()?;
         let mut connections = lock(&self.connections);
@@ -65,7 +65,8 @@ impl PendingConnections {
                 .map(|(number, _)| *number)
                 .and_then(|number| connections.inside.remove(&number))
             {
-                // Whoever serves it finds it closed. One that is closed already needs no closing.
+                // The serving thread notices the close. A connection that is already closed needs
+                // none.
                 let _ = connection.stream.shutdown(Shutdown::Both);
             }
         }
@@ -77,14 +78,14 @@ impl PendingConnections {
         Ok(number)
     }
 
-    /// Connection `number` has said something, by which it is of `state`.
+    /// Records that connection `number` has sent something, and its new `state`.
     pub fn heard(&self, number: u64, state: PeerState) {
         if let Some(connection) = lock(&self.connections).inside.get_mut(&number) {
             (connection.state, connection.heard) = (state, Instant::now());
         }
     }
 
-    /// Connection `number` ends, or is no longer for this set to close.
+    /// Removes connection `number`, because it ends or this set may no longer close it.
     pub fn leave(&self, number: u64) {
         lock(&self.connections).inside.remove(&number);
     }
@@ -93,7 +94,7 @@ impl PendingConnections {
         lock(&self.connections).inside.is_empty()
     }
 
-    /// Closes all of them.
+    /// Closes all connections.
     pub fn clear(&self) {
         for connection in std::mem::take(&mut lock(&self.connections).inside).values() {
             let _ = connection.stream.shutdown(Shutdown::Both);
@@ -101,8 +102,7 @@ impl PendingConnections {
     }
 }
 
-/// A connection whose other side has until `deadline` for all that it is to say, however it divides
-/// it.
+/// A connection whose peer must send everything before `deadline`, in however many pieces.
 pub(crate) struct Timed<'a> {
     pub stream: &'a TcpStream,
     pub deadline: Instant,
@@ -160,7 +160,7 @@ mod tests {
         let pairs = [0; 5].map(|_| pair(&listener));
         let numbers: Vec<u64> =
             pairs[..3].iter().map(|[_, there]| pending.enter(there).unwrap()).collect();
-        // The first two have spoken, and of these one has proved who it is.
+        // The first two have sent something, and one of them has authenticated itself.
         pending.heard(numbers[0], PeerState::Known);
         pending.heard(numbers[1], PeerState::Introduced);
         let closed = || pairs.each_ref().map(|[here, _]| is_closed(here));

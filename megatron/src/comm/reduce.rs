@@ -1,8 +1,8 @@
 //! Element-wise reductions of byte buffers in rank order.
 //!
-//! Element i of the result is `((r0 + r1) + r2) + …` whatever the length, alignment or slicing, so
-//! its bits depend on the data and the order of the ranks alone. bf16 and f16 are combined in f32
-//! and rounded once.
+//! Element i of the result is `((r0 + r1) + r2) + …`, whatever the length, alignment or slicing.
+//! Its bits therefore depend only on the data and the order of the ranks. bf16 and f16 are combined
+//! in f32 and rounded once.
 
 use candle_core::DType;
 use half::{bf16, f16};
@@ -11,13 +11,13 @@ use kernels::vectorize;
 use super::ReduceOp;
 use crate::{Error, Result};
 
-/// Elements combined at a time, so that partial results stay in the first-level cache.
+/// Elements combined at a time. Partial results then stay in the first-level cache.
 const BLOCK: usize = 256;
-/// Elements combined at a time where fewer are left: a few vectors.
+/// Elements combined at a time when fewer than a block are left: a few vectors.
 const VECTOR: usize = 32;
 
 trait Element {
-    /// What partial results are held in.
+    /// Type of partial results.
     type Acc: Copy + Default;
     const SIZE: usize;
     fn load(bytes: &[u8]) -> Self::Acc;
@@ -47,7 +47,7 @@ macro_rules! element {
             fn sum(a: $acc, b: $acc) -> $acc {
                 $sum(a, b)
             }
-            // A NaN in either operand wins: once `a` is one, no comparison replaces it.
+            // NaN in either operand wins: once `a` is NaN, no comparison replaces it.
             #[inline(always)]
             fn max(a: $acc, b: $acc) -> $acc {
                 if b > a || $is_nan(b) { b } else { a }
@@ -87,11 +87,11 @@ fn narrow(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded })
 }
 
-/// Where a rank's elements are: `None` where they are in `out` itself.
+/// A rank's elements, or `None` if they are in `out` itself.
 type Part<'a> = Option<&'a [u8]>;
 
-/// Combines `N` elements of `parts` from byte `at` on into `out`, and into `copy`, which has the
-/// length of `out` or 0.
+/// Combines `N` elements of `parts` from byte `at` on into `out` and `copy`. The length of `copy`
+/// is that of `out` or 0.
 #[inline(always)]
 fn fold_block<E: Element, const N: usize>(
     at: usize,
@@ -107,7 +107,7 @@ fn fold_block<E: Element, const N: usize>(
             E::store(acc[i], &mut out[i * E::SIZE..(i + 1) * E::SIZE]);
         }
     };
-    // Indices with constant bounds, which LLVM makes vectors of.
+    // Indices with constant bounds, which LLVM vectorizes.
     for (r, part) in parts.iter().enumerate() {
         let part = &part.unwrap_or(&*out)[at..at + block];
         let element = |i: usize| E::load(&part[i * E::SIZE..(i + 1) * E::SIZE]);
@@ -121,7 +121,7 @@ fn fold_block<E: Element, const N: usize>(
     }
 }
 
-/// Combines `parts` into `out`, and into `copy`, which has the length of `out` or 0.
+/// Combines `parts` into `out` and `copy`. The length of `copy` is that of `out` or 0.
 #[inline(always)]
 fn fold<E: Element>(
     parts: &[Part],
@@ -134,7 +134,7 @@ fn fold<E: Element>(
         fold_block::<E, BLOCK>(at, parts, out, copy, combine);
         at += BLOCK * E::SIZE;
     }
-    // What is left of a small tensor is most of it.
+    // In a small tensor, the remainder after full blocks is most of it.
     while out.len() - at >= VECTOR * E::SIZE {
         fold_block::<E, VECTOR>(at, parts, out, copy, combine);
         at += VECTOR * E::SIZE;
@@ -162,7 +162,8 @@ fn fold_by<E: Element>(parts: &[Part], out: &mut [u8], copy: &mut [u8], op: Redu
     }
 }
 
-/// Parts that are listed without an allocation, which would take as long as combining them may.
+/// Number of parts that are listed without an allocation, which would take as long as combining
+/// them.
 const FEW: usize = 16;
 
 /// Combines the elements of `parts` (one slice of equal length per rank, in rank order, native
@@ -179,8 +180,8 @@ pub(crate) fn reduce_bytes<'a>(
     reduce_in_place(parts.into_iter().map(Some), out, &mut [], dtype, op)
 }
 
-/// As [`reduce_bytes`], where one rank's elements are those of `inout` (`None` in `parts`), which
-/// then holds the result; so does `copy`, unless it is empty.
+/// As [`reduce_bytes`], where `None` in `parts` stands for the elements in `inout`, which then
+/// holds the result. `copy`, unless it is empty, receives the result, too.
 ///
 /// # Errors
 /// If lengths differ or `dtype` cannot be reduced.

@@ -1,8 +1,8 @@
-//! What shows that a process belongs to a run: a secret that its ranks share, and proofs made with
-//! it (HMAC-SHA256, RFC 2104).
+//! Authentication of a run's processes: a secret that the ranks share, and proofs made with it
+//! (HMAC-SHA256, RFC 2104).
 //!
-//! A proof covers what both sides of a connection said, a random challenge of each among it, so
-//! that one that was overheard proves nothing anywhere else.
+//! A proof covers everything that both sides of a connection sent, including a random challenge
+//! from each. An overheard proof is therefore useless on any other connection.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -13,15 +13,14 @@ use sha2::Sha256;
 
 use crate::{Error, Result};
 
-/// The variable that hands a run's secret to its ranks.
+/// The variable that passes a run's secret to its ranks.
 pub const RUN_SECRET: &str = "MEGATRON_RUN_SECRET";
-/// Characters of the shortest one: as many bits as nobody can try, where they are hexadecimal
-/// digits.
+/// Minimum number of characters. As hexadecimal digits they have more bits than anyone can try.
 const SHORTEST: usize = 32;
-/// Bytes of a proof, and of a challenge.
+/// Bytes of a proof and of a challenge.
 pub(crate) const PROOF: usize = 32;
 
-/// A run's secret, or none, where whoever started the ranks handed on none.
+/// A run's secret, or none if the ranks were started without one.
 #[derive(Clone, Default)]
 pub struct Secret(Option<Arc<str>>);
 
@@ -31,19 +30,19 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// How the other side's secret differs from this one's.
+/// How the peer's secret differs from this side's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mismatch {
-    /// The other side has none.
+    /// The peer has no secret.
     Lacking,
-    /// This side has none.
+    /// This side has no secret.
     Unexpected,
-    /// Both have one.
+    /// Both have one, but they differ.
     Different,
 }
 
 impl Mismatch {
-    /// The same from the other side.
+    /// The mismatch as seen from the other side.
     pub fn reversed(self) -> Self {
         match self {
             Self::Lacking => Self::Unexpected,
@@ -71,12 +70,12 @@ impl From<Mismatch> for io::Error {
     }
 }
 
-/// The mismatch that an error of [`introduce`] or [`recognize`] is, if it is one.
+/// The mismatch in an error of [`introduce`] or [`recognize`], if there is one.
 pub(crate) fn mismatch(error: &io::Error) -> Option<Mismatch> {
     error.get_ref()?.downcast_ref().copied()
 }
 
-/// What to do about a mismatch.
+/// Advice for a mismatch.
 pub(crate) const ONE_SECRET: &str = "give all ranks the same, or none of them any";
 
 fn random<const N: usize>() -> io::Result<[u8; N]> {
@@ -86,10 +85,10 @@ fn random<const N: usize>() -> io::Result<[u8; N]> {
 }
 
 impl Secret {
-    /// One that nobody has yet: 64 hexadecimal digits of the system's randomness.
+    /// Creates a new secret: 64 hexadecimal digits from the system's random number generator.
     ///
     /// # Errors
-    /// If the system has none.
+    /// If the system provides no random numbers.
     pub fn new() -> Result<Self> {
         let bytes = random::<32>()
             .map_err(|e| Error::comm(format!("cannot make a secret for the run: {e}")))?;
@@ -97,10 +96,11 @@ impl Secret {
         Ok(Self(Some(digits.into())))
     }
 
-    /// The one that is `text`.
+    /// The secret in `text`.
     ///
     /// # Errors
-    /// If it is too short: empty, perhaps, since the command failed that should have made it.
+    /// If it is too short, for example empty because the command that should have created it
+    /// failed.
     pub fn parse(text: &str) -> Result<Self> {
         let text = text.trim();
         let remedy = format!("`export {RUN_SECRET}=$(openssl rand -hex 32)`, or unset it");
@@ -118,7 +118,7 @@ impl Secret {
         Ok(Self(Some(text.into())))
     }
 
-    /// The one of [`RUN_SECRET`], by way of `lookup`; none where that is not set.
+    /// The secret in [`RUN_SECRET`], read through `lookup`; none if the variable is not set.
     ///
     /// # Errors
     /// As [`Secret::parse`].
@@ -126,19 +126,19 @@ impl Secret {
         lookup(RUN_SECRET).map_or(Ok(Self::default()), |text| Self::parse(&text))
     }
 
-    /// Whether there is none.
+    /// Whether there is no secret.
     pub fn is_none(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Its text, to be handed on where nobody else sees it.
+    /// The text of the secret, for passing it on where no other user sees it.
     pub fn reveal(&self) -> Option<&str> {
         self.0.as_deref()
     }
 
-    /// Of `parts`, for `purpose`. Without a secret anybody can make it.
+    /// The MAC of `parts`, for `purpose`. Without a secret anyone can compute it.
     fn mac(&self, purpose: &str, parts: &[&[u8]]) -> Hmac<Sha256> {
-        // No key is too short or too long for HMAC, so this cannot fail.
+        // HMAC accepts keys of any length, so this cannot fail.
         let key = self.0.as_deref().unwrap_or_default().as_bytes();
         let mut mac =
             Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()));
@@ -153,7 +153,7 @@ impl Secret {
         self.mac(purpose, parts).finalize().into_bytes().into()
     }
 
-    /// Whether `proof` is that of `parts`; in the same time wherever it differs.
+    /// Whether `proof` is the proof of `parts`, in constant time.
     pub(crate) fn verify(&self, purpose: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
         self.mac(purpose, parts).verify_slice(proof).is_ok()
     }
@@ -176,11 +176,11 @@ fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// The caller's part of a new connection: says `greeting`, has `hear` read the other side's, which
-/// must be the one returned, and proves to it and has it prove that both have one secret.
+/// The caller's part of a new connection. It sends `greeting`, reads the peer's greeting with
+/// `hear`, which returns the expected one, and both sides prove that they have the same secret.
 ///
 /// # Errors
-/// Those of `hear` and the connection; a [`Mismatch`], which the other side then finds, too.
+/// Those of `hear` and the connection; a [`Mismatch`], which the peer then finds, too.
 pub(crate) fn introduce<S: Read + Write>(
     stream: &mut S,
     secret: &Secret,
@@ -193,7 +193,7 @@ pub(crate) fn introduce<S: Read + Write>(
     let theirs: [u8; 1] = read_array(stream)?;
     let (answer, proof): ([u8; PROOF], [u8; PROOF]) = (read_array(stream)?, read_array(stream)?);
     let said: [&[u8]; 6] = [greeting, &mine, &challenge, &heard, &theirs, &answer];
-    // In any case: only so does the other side learn what is the matter.
+    // Sent in any case, so that the peer learns the cause, too.
     stream.write_all(&secret.proof(CALLER, &said))?;
     secret.compare(theirs == [1])?;
     if !secret.verify(ANSWERER, &said, &proof) {
@@ -202,13 +202,13 @@ pub(crate) fn introduce<S: Read + Write>(
     Ok(())
 }
 
-/// A caller that has said who it is, and was answered.
+/// A caller that has sent its greeting and was answered.
 pub(crate) struct Answered {
     said: Vec<Vec<u8>>,
 }
 
-/// The answerer's part, up to where the caller only has to prove itself: `hear` reads its greeting
-/// and gives that and the answer.
+/// The answerer's part, up to the caller's proof. `hear` reads the caller's greeting and returns it
+/// with the answer.
 ///
 /// # Errors
 /// Those of `hear` and the connection.
@@ -234,7 +234,7 @@ pub(crate) fn answer<S: Read + Write>(
 }
 
 impl Answered {
-    /// Reads the caller's proof, by which it also says that it heard the answer.
+    /// Reads the caller's proof, which also confirms that the caller received the answer.
     ///
     /// # Errors
     /// Those of the connection; a [`Mismatch`].
@@ -259,7 +259,7 @@ mod tests {
         Secret::parse(&text.repeat(SHORTEST)).unwrap()
     }
 
-    /// What caller and answerer make of each other.
+    /// The results of the caller and of the answerer.
     fn meet(caller: &Secret, answerer: &Secret) -> [io::Result<()>; 2] {
         let (mut here, mut there) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
@@ -305,7 +305,7 @@ mod tests {
             secret.proof(CALLER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
         assert!(Answered { said: said(1) }.recognize(&mut &overheard[..], &secret).is_ok());
         assert!(Answered { said: said(2) }.recognize(&mut &overheard[..], &secret).is_err());
-        // Nor does the answerer's own, sent back.
+        // The answerer's own proof, sent back, does not help either.
         let own =
             secret.proof(ANSWERER, &parts(&said(1)).iter().map(Vec::as_slice).collect::<Vec<_>>());
         assert!(Answered { said: said(1) }.recognize(&mut &own[..], &secret).is_err());

@@ -1,11 +1,11 @@
-//! Tensors on GPUs, for backends that move bytes of the CPU's memory: copied there before an
-//! operation, and its result back after it.
+//! Staging of GPU tensors for backends that move bytes in CPU memory: a tensor is copied to the
+//! host before an operation, and the result back after it.
 //!
-//! A tensor is taken over when its operation is issued ([`issued`]): the copy to the host is behind
-//! what was queued before, and goes on while later work is computed. The rest runs where the
-//! operation does, on the group's thread, so it holds up neither the rank nor other groups; what is
-//! queued once the operation was waited for is behind the copy back. The host's side is locked
-//! memory that is used again ([`kernels::tensor::transfer`]).
+//! A tensor is taken when its operation is issued ([`issued`]). The copy to the host waits for the
+//! work queued before, and overlaps with later work. The rest runs with the operation on the
+//! group's thread, so it delays neither the rank nor other groups. Work that is queued after
+//! waiting for the operation comes after the copy back. The host buffer is reusable page-locked
+//! memory ([`kernels::tensor::transfer`]).
 
 use candle_core::{Device, Tensor};
 use kernels::tensor::device::same_elements;
@@ -13,19 +13,19 @@ use kernels::tensor::transfer::{Mark, fetch, mark, put, room};
 
 use crate::Result;
 
-/// A tensor as it was when an operation on it was issued.
+/// A tensor in its state at the time when an operation on it was issued.
 pub struct Issued {
     tensor: Tensor,
-    /// That point in its GPU's work, if it is on one.
+    /// That time in its GPU's work, if it is on a GPU.
     at: Option<Mark>,
 }
 
-/// Takes over a tensor for an operation.
+/// Takes a tensor for an operation.
 pub fn issued(t: &Tensor) -> Result<Issued> {
     Ok(Issued { tensor: t.clone(), at: mark(t.device())? })
 }
 
-/// Has `f` read the elements of `t`.
+/// Calls `f` with the elements of `t` on the host, for reading.
 pub fn read(t: &Issued, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
     match &t.at {
         None => f(&t.tensor),
@@ -33,7 +33,8 @@ pub fn read(t: &Issued, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
     }
 }
 
-/// Has `f` change the elements of `t` in a group of `size`. One rank alone changes nothing.
+/// Calls `f` with the elements of `t` on the host, to change them, in a group of `size`. A single
+/// rank changes nothing.
 pub fn in_place(size: usize, t: &Issued, f: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
     let Some(at) = &t.at else { return f(&t.tensor) };
     if size == 1 {
@@ -44,8 +45,8 @@ pub fn in_place(size: usize, t: &Issued, f: impl FnOnce(&Tensor) -> Result<()>) 
     Ok(put(host, &t.tensor, at)?)
 }
 
-/// Has `f` read `input` and write all of `output` in a group of `size`. The two may share a
-/// storage. One rank alone has its input as result.
+/// Calls `f` to read `input` and write all of `output`, in a group of `size`. The two may share a
+/// storage. For a single rank the result is the input.
 pub fn from_to(
     size: usize,
     input: &Issued,
@@ -65,7 +66,7 @@ pub fn from_to(
     })
 }
 
-/// Has `f` read `input`, if this rank has one, and write all of `output`, if this rank has one. The
+/// Calls `f` to read `input` and write all of `output`; each is `None` if this rank has none. The
 /// two may share a storage.
 pub fn between(
     input: Option<&Issued>,
@@ -86,7 +87,7 @@ pub fn between(
                 f(from, Some(result.tensor()))?;
                 Ok(put(result, &output.tensor, at)?)
             }
-            // A storage of its own, since the operation may not write what it reads.
+            // A separate storage, because the operation must not write what it reads.
             None => {
                 let result =
                     Tensor::zeros(output.tensor.shape(), output.tensor.dtype(), &Device::Cpu)?;

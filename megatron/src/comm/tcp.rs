@@ -1,10 +1,10 @@
 //! Backend over TCP, for ranks on several hosts: one connection per pair of ranks.
 //!
-//! A thread per connection writes what is queued, another moves what arrives into the inbox, so
-//! neither side ever waits for the other's program. Every frame starts with its kind: a message, a
-//! verdict on the run, a farewell, or whom a rank waits for, which it repeats while it does, so
-//! that a rank that hangs is told from one that waits; a connection that ends without a farewell
-//! means that its rank died.
+//! Each connection has one thread that writes queued frames and one that moves received frames to
+//! the inbox, so neither side ever waits for the other's program. Every frame starts with its kind:
+//! a message, a verdict on the run, a goodbye, or the rank that the sender waits for. A waiting
+//! rank repeats the last kind, which distinguishes it from a rank that hangs. A connection that
+//! ends without a goodbye means that its rank died.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -29,26 +29,26 @@ const FAREWELL: u8 = 3;
 const AWAITS: u8 = 4;
 /// Longest reason that a verdict carries, in bytes.
 const MAX_REASON: usize = 4096;
-/// Shorter messages go out in one piece with their header.
+/// Messages shorter than this are sent in one piece with their header.
 const COALESCE: usize = 16 << 10;
-/// How often a waiting rank says so.
+/// Interval at which a waiting rank reports that it waits.
 const SAY_AGAIN: Duration = Duration::from_millis(500);
-/// How long after it said so a rank counts as waiting.
+/// Time for which a rank counts as waiting after such a report.
 const STILL_WAITS: Duration = Duration::from_millis(1500);
-/// How long a stranger may take to introduce itself.
+/// Time limit for a stranger's greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long a leaving rank waits for the others to leave, lest its last words be lost with the
-/// connection.
+/// Time for which a leaving rank waits for the others to leave, because closing a connection could
+/// lose its last messages.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Where a rank waits for the ranks above it to connect.
+/// The listener at which a rank waits for higher ranks to connect.
 pub(crate) struct Listener {
     listener: TcpListener,
     address: SocketAddr,
 }
 
 impl Listener {
-    /// Listens on a free port: of the loopback interface alone, or of all.
+    /// Listens on a free port, of the loopback interface only or of all interfaces.
     pub fn bind(loopback: bool) -> Result<Self> {
         let any: [IpAddr; 2] = match loopback {
             true => [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()],
@@ -63,21 +63,21 @@ impl Listener {
         bind().map_err(|e: io::Error| Error::comm(format!("cannot listen for other ranks: {e}")))
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     #[cfg(test)]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The address under which this listener is found on `host`.
+    /// The address of this listener on `host`.
     pub fn at(&self, host: &str) -> String {
         format!("{host} {}", self.address.port())
     }
 }
 
-/// What both sides of a new connection say: the run, who speaks, and to whom. What proves it
-/// follows, of the caller once it has heard the answer: one that gave up meanwhile leaves a
-/// greeting behind that nobody stands for.
+/// The greeting of both sides of a new connection: the run, the sender, and the receiver. A proof
+/// follows. The caller sends its proof only after it has received the answer, so a caller that gave
+/// up in between leaves an unproved greeting.
 fn greeting(nonce: u64, from: usize, to: usize) -> [u8; GREETING] {
     let mut bytes = [0; GREETING];
     bytes[..8].copy_from_slice(&nonce.to_le_bytes());
@@ -94,7 +94,7 @@ fn hear(stream: &mut impl Read) -> io::Result<[u8; GREETING]> {
     Ok(heard)
 }
 
-/// This rank in a run.
+/// This rank's identity in a run.
 #[derive(Clone)]
 struct Me {
     rank: usize,
@@ -116,11 +116,12 @@ impl Me {
     }
 }
 
-/// Connects to rank `to`, which listens at one of its addresses.
+/// Connects to rank `to` at one of its addresses.
 fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<TcpStream> {
     let peer = &members[to];
     let places = || peer.addresses.iter().filter_map(|address| address.split_once(' '));
-    // Another machine's loopback address leads back here, where that machine has other addresses.
+    // Another machine's loopback address would lead back to this machine, so it is skipped if that
+    // machine has other addresses.
     let tries_loopback =
         members[me.rank].is_near(peer) || places().all(|(host, _)| is_loopback(host));
     let start = Instant::now();
@@ -154,7 +155,7 @@ fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<Tcp
     }
 }
 
-/// Accepts connections until every rank above this one has connected.
+/// Accepts connections until every higher rank has connected.
 fn answer(
     me: &Me,
     streams: &mut [Option<TcpStream>],
@@ -169,23 +170,23 @@ fn answer(
     let (met, arrivals) = std::sync::mpsc::channel();
     while !missing(streams).is_empty() {
         let mut patience = Duration::from_millis(1);
-        // Why the system gave out no connection, or could not have its caller heard.
+        // The system's reason why it accepted no connection, or could not register it.
         let accepted = accept().and_then(|stream| Ok((pending.enter(&stream)?, stream)));
         let refusal = match accepted {
             Ok((number, stream)) => {
                 patience = Duration::ZERO;
                 let (met, pending, me) = (met.clone(), pending.clone(), me.clone());
-                // By itself, so that who falls silent amid its introduction holds up nobody else.
-                // Ends by the deadline.
+                // On its own thread, so that a caller that falls silent delays no other. The thread
+                // ends by the deadline.
                 let greeting =
                     std::thread::Builder::new().name("comm-greeting".into()).spawn(move || {
-                        // Strangers are sent away; a rank that was cut off tries again.
+                        // Strangers are disconnected; a rank whose connection was cut tries again.
                         let peer = meet(&me, &stream, size, deadline, || {
                             pending.heard(number, PeerState::Introduced)
                         });
                         pending.leave(number);
                         if let Ok(peer) = peer {
-                            // Not wanted any more once all are there.
+                            // Not needed any more once all ranks are connected.
                             let _ = met.send((peer, stream));
                         }
                     });
@@ -210,13 +211,13 @@ fn answer(
             });
         }
     }
-    // Strangers that still have not said who they are.
+    // Closes the remaining connections of strangers.
     pending.clear();
     Ok(())
 }
 
-/// Whether a later attempt to accept a connection may succeed: the caller gave up, a signal came,
-/// or the system is short of something.
+/// Whether a later attempt to accept a connection may succeed: the caller gave up, a signal
+/// interrupted it, or the system temporarily lacks a resource.
 fn passes(error: &io::Error) -> bool {
     use libc::{ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO};
     let passing = [ECONNABORTED, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO];
@@ -233,8 +234,8 @@ fn cannot_accept(error: &io::Error) -> Error {
     Error::comm(format!("cannot accept connections of other ranks: {error}{advice}"))
 }
 
-/// Hears out who called: a rank above this one, once it has proved itself, by which it also says
-/// that it heard the answer. `introduced` is called when only that is left.
+/// Identifies the caller: a higher rank, after it has proved itself, which also confirms that it
+/// received the answer. Calls `introduced` when only the proof is missing.
 fn meet(
     me: &Me,
     stream: &TcpStream,
@@ -254,8 +255,8 @@ fn meet(
         Ok((heard.to_vec(), greeting(*nonce, *rank, peer).to_vec()))
     })?;
     introduced();
-    // A rank of this run proves itself or closes. Not given up before: it would do so nevertheless,
-    // and take itself for connected.
+    // A rank of this run proves itself or closes the connection. Giving up earlier would be wrong:
+    // it might still send the proof and consider itself connected.
     timed.deadline = deadline.max(Instant::now() + Duration::from_millis(1));
     answered.recognize(&mut timed, secret)?;
     stream.set_read_timeout(None)?;
@@ -269,7 +270,7 @@ enum Frame {
     Awaits(usize),
 }
 
-/// Whom ranks wait for, by their own word, and when they said so.
+/// The rank that each rank waits for, as reported by that rank, with the time of the report.
 type Waits = Mutex<Vec<Option<(usize, Instant)>>>;
 
 #[derive(Default)]
@@ -304,7 +305,7 @@ struct Peer {
 
 /// TCP connections from this rank to all others.
 pub(crate) struct TcpLink {
-    /// In order of rank; `None` at this rank's place.
+    /// Ordered by rank; `None` for this rank.
     peers: Vec<Option<Peer>>,
     inbox: Arc<Inbox>,
     rank: usize,
@@ -312,7 +313,7 @@ pub(crate) struct TcpLink {
 }
 
 impl TcpLink {
-    /// Connects every pair of `members`: each rank calls those below it and answers those above it.
+    /// Connects every pair of `members`: each rank calls lower ranks and answers higher ones.
     ///
     /// # Errors
     /// If a rank cannot be reached by `deadline`.
@@ -357,7 +358,7 @@ impl Peer {
         let outbox = Arc::new(Outbox::default());
         let (mut to, mut from, queue) = (stream.try_clone()?, stream.try_clone()?, outbox.clone());
         let writer = std::thread::Builder::new().name(format!("comm-to-{rank}"));
-        // A connection that cannot be written to is broken for the reader, too, who tells the
+        // If a connection cannot be written to, the reader finds it broken, too, and tells the
         // inbox.
         let writer = writer.spawn(move || drop(write_frames(&mut to, &queue)))?;
         let reader = std::thread::Builder::new().name(format!("comm-from-{rank}"));
@@ -380,7 +381,7 @@ fn write_frames(to: &mut TcpStream, outbox: &Outbox) -> io::Result<()> {
     loop {
         let frame = outbox.pop();
         let last = matches!(frame, Frame::Farewell);
-        // After a failure the queue is still emptied, so that nothing piles up.
+        // After a failure the queue is still emptied, so that it does not grow.
         if result.is_ok() {
             result = write_frame(to, frame);
         }
@@ -419,7 +420,7 @@ fn write_frame(to: &mut impl Write, frame: Frame) -> io::Result<()> {
     }
 }
 
-/// Moves what arrives into the inbox until the peer says farewell.
+/// Moves received frames to the inbox until the peer says goodbye.
 fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox, waits: &Waits) -> io::Result<()> {
     let garbage =
         |e: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidData, e.to_string());
@@ -482,8 +483,8 @@ impl Link for TcpLink {
     fn leave(&self) {
         self.say_farewell();
         let deadline = Instant::now() + LINGER;
-        // A connection that is closed with something unread in it takes along what was sent:
-        // readers end with the peer's own farewell.
+        // Closing a connection with unread data would discard sent data. Therefore this rank reads
+        // until the peer's own goodbye.
         let is_going = |peer: &Peer| !(peer.writer.is_finished() && peer.reader.is_finished());
         while self.peers.iter().flatten().any(is_going) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -506,7 +507,7 @@ impl Link for TcpLink {
 
     fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
         for _ in 0..LOOKS {
-            // Others may be asking just now, and this rank is not the one that hangs.
+            // Others may be asking at the same time, and this rank is not the one that hangs.
             let awaited = lock(&self.waits)[self.rank];
             awaited.into_iter().for_each(|(src, _)| self.awaits(src));
             std::thread::sleep(TICK);
@@ -519,11 +520,11 @@ impl Link for TcpLink {
 }
 
 impl TcpLink {
-    /// Queues this rank's last words; what is queued after them is not sent.
+    /// Queues this rank's last messages. Frames queued afterwards are not sent.
     fn say_farewell(&self) {
         let verdict = self.inbox.verdict();
         for peer in self.peers.iter().flatten() {
-            // A peer that has not heard yet would take this farewell for the cause.
+            // A peer that does not know the verdict yet would take this goodbye for the cause.
             if let Some(loss) = &verdict {
                 peer.outbox.push(Frame::Verdict(loss.clone()));
             }
@@ -538,7 +539,7 @@ impl Drop for TcpLink {
         let peers: Vec<Peer> = self.peers.drain(..).flatten().collect();
         let mut readers = Vec::new();
         for Peer { stream, writer, reader, .. } in peers {
-            // Neither thread has a result; what could not be sent, the peer misses.
+            // The threads have no result. A peer notices what could not be sent.
             let _ = writer.join();
             readers.push((stream, reader));
         }

@@ -1,7 +1,7 @@
 //! Backend whose ranks are threads of one process, for tests and examples.
 //!
-//! Messages are handed over without a copy: both ends share the bytes. Collectives and large
-//! messages go through memory that all threads share, as between processes.
+//! Messages are passed without a copy, because both ends share the bytes. Collectives and large
+//! messages use memory that all threads share, as between processes.
 //!
 //! ```
 //! use megatron::Error;
@@ -14,7 +14,7 @@
 //! })?;
 //! assert_eq!(ranks, [(0, 3), (1, 3), (2, 3)]);
 //!
-//! // Nobody waits for ever for a rank that failed, and the error is that rank's.
+//! // No rank waits for ever for a failed rank, and the error is that rank's.
 //! let failed = threads::run(3, |world| match world.rank() {
 //!     2 => Err(Error::Config("no data".into())),
 //!     _ => world.barrier(),
@@ -39,7 +39,7 @@ struct ThreadLink {
     rank: usize,
     inboxes: Arc<Vec<Arc<Inbox>>>,
     arena: Option<Arc<Arena>>,
-    /// Every rank may have a core of its own.
+    /// Whether every rank may have its own core.
     alone: bool,
 }
 
@@ -85,11 +85,11 @@ impl Drop for ThreadLink {
     }
 }
 
-/// Runs `rank` as each of `size` ranks, on a thread of its own, and returns what they return, by
+/// Runs `rank` as each of `size` ranks, each on its own thread, and returns the results in order of
 /// rank.
 ///
 /// # Errors
-/// That of the first rank which failed by itself, rather than because another was lost.
+/// The error of the first rank that failed by itself and not because another rank was lost.
 ///
 /// # Panics
 /// If a rank panics.
@@ -97,7 +97,7 @@ pub fn run<T: Send>(size: usize, rank: impl Fn(Group) -> Result<T> + Sync) -> Re
     run_with(size, CommOptions::default(), rank)
 }
 
-/// As [`run`], with other than the default options.
+/// As [`run`], with the given options.
 ///
 /// # Errors
 /// As [`run`].
@@ -127,17 +127,17 @@ pub fn run_with<T: Send>(
     }
 }
 
-/// The world groups of `size` ranks, each to be moved to its own thread. A rank that drops its
-/// groups, or panics, makes the others' waits for it fail.
+/// The world groups of `size` ranks, each to be moved to its own thread. If a rank drops its
+/// groups, or panics, the others' waits for it fail.
 pub fn world(size: usize) -> Vec<Group> {
     world_with(size, CommOptions::default())
 }
 
-/// As [`world`], with other than the default options.
+/// As [`world`], with the given options.
 pub fn world_with(size: usize, options: CommOptions) -> Vec<Group> {
     let inboxes: Arc<Vec<Arc<Inbox>>> =
         Arc::new((0..size).map(|_| Arc::new(Inbox::new(size))).collect());
-    // Without that memory everything goes as messages.
+    // Without shared memory everything goes as messages.
     let mut arenas = Arena::of_threads(size).unwrap_or_default().into_iter();
     let group = |rank: usize| {
         let link = ThreadLink::new(rank, &inboxes, arenas.next());

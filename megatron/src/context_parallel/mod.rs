@@ -1,17 +1,17 @@
-//! Context parallelism: each of cp ranks has one of cp equal parts of every sequence, and computes
-//! all that goes token by token on it alone. Attention, which does not, exchanges tokens for heads
-//! before and heads for tokens after: with a cp-th of the key/value groups a rank sees all tokens,
-//! and computes what one process would (Jacobs et al. 2023, "DeepSpeed Ulysses"; Megatron-LM's
-//! `--cp-comm-type a2a`).
+//! Context parallelism: each of cp ranks holds one of cp equal parts of every sequence and does all
+//! per-token work on this part alone. Attention needs all tokens. An exchange before attention
+//! gives each rank all tokens of a cp-th of the key/value groups, so that it computes the same as a
+//! single process. An exchange after attention restores the parts (Jacobs et al. 2023, "DeepSpeed
+//! Ulysses"; Megatron-LM's `--cp-comm-type a2a`).
 //!
 //! | forward | | backward |
 //! |---|---|---|
 //! | [`to_heads`](ContextParallel::to_heads) | `[s/cp, b, w]` → `[s, b, w/cp]` | [`to_tokens`](ContextParallel::to_tokens) |
 //! | [`to_tokens`](ContextParallel::to_tokens) | `[s, b, w]` → `[s/cp, b, cp·w]` | [`to_heads`](ContextParallel::to_heads) |
 //!
-//! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. Parts are
-//! contiguous, and all ranks have the same share of the causal triangle, which heads are cut over,
-//! not queries.
+//! A rank sends and receives (cp − 1)/cp of its part, however long the sequence. The parts are
+//! contiguous. This balances causal attention, because ranks split heads, not queries: each rank
+//! computes the whole triangle for its heads.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -24,7 +24,7 @@
 //! let columns = threads::run(2, |group| {
 //!     let cp = ContextParallel::new(group);
 //!     let tokens = whole.narrow(0, cp.offset(2), 2)?;
-//!     // All tokens of this rank's column: attention can be computed.
+//!     // All tokens of this rank's column; attention can be computed now.
 //!     let heads = cp.to_heads(tokens.clone())?;
 //!     let back = cp.to_tokens(heads.clone())?;
 //!     assert_eq!(back.flatten_all()?.to_vec1::<f32>()?, tokens.flatten_all()?.to_vec1::<f32>()?);
@@ -49,12 +49,12 @@ pub struct ContextParallel {
 }
 
 impl ContextParallel {
-    /// `group`: the ranks that share each sequence, in order of their parts.
+    /// `group`: the ranks that share each sequence, ordered by their parts.
     pub fn new(group: Group) -> Self {
         Self { group }
     }
 
-    /// Which part of each sequence is this rank's.
+    /// Index of this rank's part of each sequence.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
@@ -64,8 +64,8 @@ impl ContextParallel {
         self.group.size()
     }
 
-    /// Exchanges a number with every peer, so that a transport which connects ranks for it does so
-    /// now, and not amid the first step, beside a pipeline's messages. All ranks call it.
+    /// Exchanges a small message with every peer, so that the transport connects now and not in the
+    /// first step, next to the pipeline's messages. All ranks call it.
     ///
     /// # Errors
     /// If a peer fails.
@@ -77,21 +77,21 @@ impl ContextParallel {
         Ok(())
     }
 
-    /// Tokens of a sequence of which this rank has `part`.
+    /// Length of a sequence when each rank holds `part` tokens.
     pub fn whole_length(&self, part: usize) -> usize {
         part * self.size()
     }
 
-    /// The first position of this rank's `part` tokens.
+    /// First position of this rank's `part` tokens.
     pub fn offset(&self, part: usize) -> usize {
         part * self.rank()
     }
 
-    /// Tokens for heads: from all columns, `[s/cp, b, w]`, of this rank's tokens to this rank's
-    /// columns, `[s, b, w/cp]`, of all tokens.
+    /// Exchanges tokens for heads: from `[s/cp, b, w]`, all columns of this rank's tokens, to
+    /// `[s, b, w/cp]`, this rank's columns of all tokens.
     ///
     /// # Errors
-    /// If columns do not divide by cp, or a peer fails.
+    /// If the columns are not divisible by cp, or a peer fails.
     pub fn to_heads(&self, x: Tensor) -> Result<Tensor> {
         let cp = self.size();
         if cp == 1 {
@@ -105,17 +105,17 @@ impl ContextParallel {
         }
         let by_rank = swap_leading(&x.reshape((part * batch, cp, width / cp))?)?;
         drop(x);
-        // Of each rank, in order, its tokens: they are in order then.
+        // The tokens of each rank, in order of rank, are in order of position.
         let all = empty((part * cp, batch, width / cp), by_rank.dtype(), by_rank.device())?;
         self.group.all_to_all(&by_rank, &all)?.wait()?;
         Ok(all)
     }
 
-    /// Heads for tokens: from this rank's columns, `[s, b, w]`, of all tokens to all columns,
-    /// `[s/cp, b, cp·w]`, of this rank's tokens.
+    /// Exchanges heads for tokens: from `[s, b, w]`, this rank's columns of all tokens, to
+    /// `[s/cp, b, cp·w]`, all columns of this rank's tokens.
     ///
     /// # Errors
-    /// If tokens do not divide by cp, or a peer fails.
+    /// If the tokens are not divisible by cp, or a peer fails.
     pub fn to_tokens(&self, x: Tensor) -> Result<Tensor> {
         let cp = self.size();
         if cp == 1 {
@@ -142,7 +142,7 @@ mod tests {
     use super::*;
     use crate::comm::threads;
 
-    /// Of each element of `[s, b, w]` its number.
+    /// `[s, b, w]`, with each element's index as its value.
     fn numbered(s: usize, b: usize, w: usize) -> Tensor {
         Tensor::arange(0f32, (s * b * w) as f32, &Device::Cpu).unwrap().reshape((s, b, w)).unwrap()
     }

@@ -88,7 +88,7 @@ pub struct ShardRef {
     pub kind: StateKind,
     /// Shape of the logical tensor, without padding.
     pub global_shape: Vec<usize>,
-    /// How the parameter is cut over tp, where that is known.
+    /// How the parameter is split over tp, if that is known.
     pub partition: Option<Partition>,
     /// Where this share's elements lie in the logical tensor.
     pub pieces: Vec<Piece>,
@@ -108,7 +108,7 @@ pub enum Elements {
     Halves {
         /// bf16: the values, rounded.
         high: Tensor,
-        /// i16: what `high` lacks of fp32.
+        /// i16: the low halves of the fp32 values.
         low: Option<Tensor>,
     },
     /// In a file, which is read and written in parts.

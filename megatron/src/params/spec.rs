@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Piece;
 
-/// How a parameter is cut over tp.
+/// How a parameter is split over tp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Partition {

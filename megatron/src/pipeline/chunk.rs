@@ -1,7 +1,7 @@
-//! One virtual stage: a run of layers, with the input and the output at the ends of the model.
+//! One virtual stage: consecutive layers, plus the input and the output at the ends of the model.
 //!
-//! Full recompute (Chen et al. 2016) keeps the input of a segment of layers and runs it forward
-//! again in backward, up to the last layer's activations.
+//! Full recompute (Chen et al. 2016) saves only the input of a segment of layers. Backward runs the
+//! segment forward again, up to the last layer's activations.
 
 use std::ops::Range;
 
@@ -15,32 +15,32 @@ use crate::{Error, Result};
 
 /// The layers of one virtual stage.
 pub struct Chunk {
-    /// On the first virtual stage.
+    /// Present on the first virtual stage.
     pub input: Option<Box<dyn Input>>,
     /// In forward order.
     pub layers: Vec<Box<dyn Layer>>,
-    /// On the last virtual stage.
+    /// Present on the last virtual stage.
     pub output: Option<Box<dyn Output>>,
-    /// What of the layers is computed again in backward.
+    /// The parts of the layers that backward recomputes.
     pub recompute: Recompute,
 }
 
-/// What a forward pass through a chunk leaves.
+/// The result of a forward pass through a chunk.
 pub enum ChunkOutput {
     /// The residual stream, for the next stage.
     Stream(Tensor),
-    /// Σ of the microbatch's losses that count: f64 `[1]`, on the stage's device.
+    /// Σ of the microbatch's unmasked losses: f64 `[1]`, on the stage's device.
     Loss(Tensor),
 }
 
 enum Segment {
     /// Every layer's activations.
     Kept(Vec<Saved>),
-    /// The segment's input; the rest is computed again.
+    /// The segment's input; the rest is recomputed.
     Input(Stream),
 }
 
-/// What backward needs.
+/// The values for backward.
 pub struct SavedChunk {
     input: Option<Saved>,
     segments: Vec<(Range<usize>, Segment)>,
@@ -58,7 +58,8 @@ impl Chunk {
         Ok((x, all))
     }
 
-    /// What backward of a segment of layers needs, from its input. Its output is not made again.
+    /// Computes what backward of a segment needs, from the segment's input, without the segment's
+    /// output.
     fn recompute(&self, layers: Range<usize>, x: Stream, ctx: &Ctx) -> Result<Vec<Saved>> {
         let Some((last, before)) = self.layers[layers.clone()].split_last() else {
             return Ok(Vec::new());
@@ -76,8 +77,8 @@ impl Chunk {
         }
     }
 
-    /// Runs the chunk. `input`: the previous stage's residual stream; `None` on the first virtual
-    /// stage.
+    /// Runs the chunk forward. `input` is the previous stage's residual stream; `None` on the first
+    /// virtual stage.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
@@ -105,17 +106,16 @@ impl Chunk {
         }
     }
 
-    /// Room for what each layer remembers of `positions` tokens of `batch` samples while
-    /// generating.
+    /// Allocates each layer's cache for `positions` tokens of `batch` samples in generation.
     ///
     /// # Errors
-    /// If memory does not suffice.
+    /// If there is not enough memory.
     pub fn caches(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Vec<Tensor>> {
         self.layers.iter().map(|layer| layer.cache(positions, batch, ctx)).collect()
     }
 
-    /// Runs the next tokens of each sample through the chunk, on the last virtual stage up to the
-    /// output's input; sample i's first token has position `starts[i]`.
+    /// Runs the next tokens of each sample through the chunk; on the last virtual stage, up to the
+    /// output's input. Sample i's first token has position `starts[i]`.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
@@ -141,10 +141,10 @@ impl Chunk {
         Ok(x)
     }
 
-    /// Runs the chunk backward. `dy`: the next stage's gradient; `None` on the last virtual stage.
-    /// `ready` learns of parameters as soon as this pass adds nothing more to their gradients,
-    /// except what it leaves to `ctx.later`. Returns the gradient of the input (`None` on the first
-    /// virtual stage).
+    /// Runs the chunk backward. `dy` is the next stage's gradient; `None` on the last virtual
+    /// stage. Calls `ready` with parameters as soon as this pass adds nothing more to their
+    /// gradients, except the products that it leaves to `ctx.later`. Returns the gradient of the
+    /// input (`None` on the first virtual stage).
     ///
     /// # Errors
     /// If a kernel or a collective fails.

@@ -1,19 +1,19 @@
-//! What passes cost, for those who compare schedules on paper.
+//! The costs of passes, for simulating schedules.
 
 use crate::{Error, Result};
 
-/// What the passes of one chunk over one microbatch cost: time in one unit, memory in another.
+/// The costs of one chunk's passes over one microbatch: time in one unit, memory in another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChunkCosts {
     /// Time of a forward.
     pub forward: u64,
-    /// Time of computing the activations again from the input, without the output.
+    /// Time of recomputing the activations from the input, without the output.
     pub recompute: u64,
-    /// Time of the part of a backward that the previous stage waits for.
+    /// Time of the input-gradient part of a backward, which the previous stage waits for.
     pub input_gradients: u64,
-    /// Time of the rest of it.
+    /// Time of the weight-gradient part of a backward.
     pub weight_gradients: u64,
-    /// Memory between a forward and its backward: activations.
+    /// Memory of activations between a forward and its backward.
     pub activations: u64,
     /// Memory between input gradients and weight gradients: both operands of each product.
     pub operands: u64,
@@ -49,10 +49,10 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// `virtual_stages` holds the costs of chunk c of stage p at c·pp + p.
+    /// `virtual_stages` holds the costs of chunk c of stage p at index c·pp + p.
     ///
     /// # Errors
-    /// If that is not the same number of chunks for each stage.
+    /// If the stages do not all have the same number of chunks.
     pub fn new(pp: usize, virtual_stages: Vec<ChunkCosts>) -> Result<Self> {
         if pp == 0 || virtual_stages.is_empty() || !virtual_stages.len().is_multiple_of(pp) {
             return Err(Error::config(format!(
@@ -63,23 +63,23 @@ impl Costs {
         Ok(Self { pp, virtual_stages })
     }
 
-    /// The same for all of `v` chunks on each of `pp` stages.
+    /// The same costs for all of `v` chunks on each of `pp` stages.
     ///
     /// # Errors
-    /// If there are none.
+    /// If `pp` or `v` is 0.
     pub fn even(pp: usize, v: usize, chunk: ChunkCosts) -> Result<Self> {
         Self::new(pp, vec![chunk; pp * v])
     }
 
-    /// The costs of a stage's chunk, which must exist.
+    /// The costs of a stage's chunk. The chunk must exist.
     pub fn of(&self, stage: usize, chunk: usize) -> &ChunkCosts {
         &self.virtual_stages[chunk * self.pp + stage]
     }
 
-    /// Checks that there are as many as a schedule has.
+    /// Checks that the number of chunks matches a schedule's.
     ///
     /// # Errors
-    /// If not.
+    /// If it does not match.
     pub(super) fn check(&self, pp: usize, v: usize) -> Result<()> {
         if (self.pp, self.virtual_stages.len()) == (pp, pp * v) {
             return Ok(());

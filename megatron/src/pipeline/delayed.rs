@@ -1,11 +1,10 @@
-//! Gradients of weights apart from those of inputs, so that a stage computes them where it would
-//! wait.
+//! Delays weight gradients, so that a stage computes them while it would otherwise wait.
 //!
-//! Nobody waits for the gradients of weights before the step's end. Once a backward computes and
-//! sends the gradients of inputs alone, the stages before it go on a third of a pass earlier, and
-//! the products left over fill the time that is idle anyway (Qi et al. 2023, "Zero Bubble Pipeline
-//! Parallelism", ZB-H1). Here that is done to any training schedule: forwards and backwards keep
-//! its order.
+//! Weight gradients are not needed before the step's end. If a backward first computes and sends
+//! only the input gradients, the earlier stages continue a third of a pass sooner. The remaining
+//! products fill time that would be idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+//! ZB-H1). This module applies the idea to any training schedule and keeps the schedule's order of
+//! forwards and backwards.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -14,13 +13,13 @@ use super::schedule::{Compute, Pass, Payload, Schedule, consumer, producer};
 use super::simulator::simulate;
 use crate::{Error, Result};
 
-/// When a stage computes gradients of weights although nothing forces it to.
+/// When a stage computes weight gradients although memory does not force it to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Policy {
     /// Right after the input gradients are sent.
     AtOnce,
-    /// When its next pass has to wait for at least so many quarters of the time that they take; 0:
-    /// whenever it has to wait.
+    /// When its next pass has to wait for at least this many quarters of the time that the weight
+    /// gradients take; 0: whenever it has to wait.
     InGaps(u64),
 }
 
@@ -33,22 +32,25 @@ const POLICIES: [Policy; 6] = [
     Policy::AtOnce,
 ];
 
-/// `schedule` with every backward that may gain by it cut in two: gradients of inputs where the
-/// backward was, gradients of weights where the stage would wait for its next message, where its
-/// memory is used up, and at the end.
+/// Splits every backward of `schedule` that may benefit. The input gradients stay where the
+/// backward was. The weight gradients move to where the stage would wait for its next message,
+/// where its memory is used up, or to the end.
 ///
-/// What a stage holds, activations of forwards whose backward is still to come and operands of
-/// weight gradients still owed, is never more than the largest that a stage of `schedule` keeps in
-/// activations, except that it may owe one pass where nothing else fits. Each chunk's weight
-/// gradients come in the order of its backwards, so every sum has the bits that it has in
-/// `schedule`. The step is never longer, if `costs` are right: of several policies, the one is
-/// taken that ends first.
+/// Memory: a stage holds the activations of forwards before their backward, and the operands of
+/// delayed weight gradients. Their sum never exceeds the largest activation memory of any stage of
+/// `schedule`, except that one pass may be delayed where nothing else fits.
 ///
-/// A backward stays whole where its weights are owed to nobody's advantage: where there are none,
-/// and on the first virtual stage where its two halves would follow each other.
+/// Results: each chunk's weight gradients stay in the order of its backwards, so every sum is
+/// bitwise the same as under `schedule`.
+///
+/// Time: the step is never longer, if `costs` are right, because of several policies the one that
+/// ends first is taken.
+///
+/// A backward stays whole if a delay has no benefit: if it has no weight gradients, or if both
+/// halves would be adjacent on the first virtual stage.
 ///
 /// # Errors
-/// If the schedule does not pass [`simulate`], has no backward, or is delayed already.
+/// If `schedule` does not pass [`simulate`], has no backward, or is already delayed.
 pub fn delay_weight_gradients(schedule: &Schedule, costs: &Costs) -> Result<Schedule> {
     simulate(schedule, costs)?;
     let orders = schedule.orders();
@@ -79,7 +81,7 @@ pub fn delay_weight_gradients(schedule: &Schedule, costs: &Costs) -> Result<Sche
     Ok(Schedule::with_messages(&orders, schedule.num_microbatches, schedule.num_chunks))
 }
 
-/// The largest sum of a stage's activations between forwards and backwards.
+/// The largest sum of a stage's activations between forwards and their backwards.
 fn most_activations(stage: usize, order: &[Compute], costs: &Costs) -> u64 {
     let (mut held, mut most) = (0, 0);
     for c in order {
@@ -94,20 +96,20 @@ fn most_activations(stage: usize, order: &[Compute], costs: &Costs) -> u64 {
     most
 }
 
-/// Orders with weight gradients in their places, and when the last stage is done.
+/// Orders that include weight gradients, and the time when the last stage is done.
 struct Placed {
     orders: Vec<Vec<Compute>>,
     makespan: u64,
 }
 
-/// Runs `orders`, which end, and places weight gradients as `policy` says.
+/// Runs `orders`, which must terminate, and places weight gradients according to `policy`.
 fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: Policy) -> Placed {
     let pp = orders.len();
     let mut stages: Vec<Stage> = (0..pp).map(|_| Stage::default()).collect();
     let mut next = vec![0; pp];
-    // When the input of (microbatch, stage, chunk) is there. What a stage waits for is made from
-    // what it has sent, so where it places weight gradients changes nothing about that, and every
-    // stage can be taken as far as its messages reach.
+    // Time when the input of (microbatch, stage, chunk) arrives. A stage waits only for results of
+    // what it has already sent, so later placements of its weight gradients do not change these
+    // times. Every stage can therefore advance as far as its messages reach.
     let mut arrivals: HashMap<(Payload, usize, usize, usize), u64> = HashMap::new();
     let mut progress = true;
     while std::mem::take(&mut progress) {
@@ -137,12 +139,12 @@ fn place(orders: &[Vec<Compute>], v: usize, costs: &Costs, limit: u64, policy: P
     Placed { orders: stages.into_iter().map(|stage| stage.order).collect(), makespan }
 }
 
-/// A stage while passes are placed.
+/// A stage while its passes are placed.
 #[derive(Default)]
 struct Stage {
     now: u64,
     order: Vec<Compute>,
-    /// Weight gradients still to be computed, in the order of their backwards.
+    /// Weight gradients to be computed, in the order of their backwards.
     delayed: VecDeque<Compute>,
     /// Memory of activations and operands.
     held: u64,
@@ -164,8 +166,8 @@ impl Stage {
         }
     }
 
-    /// Computes gradients of weights until the next pass, whose message is there at `arrival`,
-    /// should begin.
+    /// Computes weight gradients until the next pass, whose message arrives at `arrival`, should
+    /// begin.
     fn make_ready(
         &mut self,
         stage: usize,
@@ -192,7 +194,7 @@ impl Stage {
         }
     }
 
-    /// Runs a pass as soon as its message is there.
+    /// Runs a pass as soon as its message has arrived.
     fn run(&mut self, stage: usize, c: Compute, arrival: u64, costs: &Costs) {
         let of = costs.of(stage, c.chunk);
         self.now = self.now.max(arrival);
@@ -214,8 +216,8 @@ impl Stage {
         self.delayed.push_back(Compute { pass: Pass::WeightGradients, ..c });
     }
 
-    /// Makes one backward of two halves that follow each other on the first virtual stage, from
-    /// which nobody waits for an input's gradient.
+    /// Merges adjacent halves of a backward on the first virtual stage, where no stage waits for
+    /// the input gradients.
     fn merge_backward(&mut self) {
         let halves = std::mem::take(&mut self.order);
         for c in halves {
@@ -253,7 +255,7 @@ mod tests {
         Costs::even(schedule.pp(), schedule.num_chunks, each).unwrap()
     }
 
-    /// Every schedule up to 5 stages, 3 chunks and 12 microbatches.
+    /// Every schedule with up to 5 stages, 3 chunks and 12 microbatches.
     fn all_small() -> Vec<(String, Schedule)> {
         let mut all = Vec::new();
         for pp in 1..=5 {
@@ -277,7 +279,7 @@ mod tests {
         all
     }
 
-    /// Even costs of several kinds, and uneven ones with chunks that have no layers.
+    /// Even costs of several kinds, and uneven costs with chunks without layers.
     fn some_costs(schedule: &Schedule) -> Vec<Costs> {
         let mut all: Vec<Costs> = [chunk(1, 1, 1), chunk(2, 3, 2), chunk(3, 4, 1)]
             .into_iter()
@@ -306,7 +308,7 @@ mod tests {
         all
     }
 
-    /// The passes of a stage without those of weight gradients.
+    /// The passes of a stage without the weight gradients.
     fn skeleton(schedule: &Schedule) -> Vec<Vec<Compute>> {
         let mut orders = schedule.orders();
         for order in &mut orders {
@@ -324,8 +326,8 @@ mod tests {
         for (name, schedule) in all_small() {
             for costs in some_costs(&schedule) {
                 let delayed = delay_weight_gradients(&schedule, &costs).unwrap();
-                // Every weight gradient once, after its input gradients, in the order of
-                // microbatches; and no deadlock.
+                // Every weight gradient occurs once, after its input gradients, in the order of
+                // microbatches; and there is no deadlock.
                 for delayed in [delayed.receiving_early(), delayed.clone()] {
                     simulate(&delayed, &costs).unwrap_or_else(|e| panic!("{name} {costs:?}: {e}"));
                 }
@@ -399,7 +401,7 @@ mod tests {
     #[test]
     fn under_full_recompute_a_stage_owes_one_pass_at_most() {
         for (name, schedule) in all_small() {
-            // Next to nothing is kept for backward, and everything for the weights.
+            // Almost nothing is kept for backward, and much for the weight gradients.
             let costs =
                 even(&schedule, ChunkCosts { activations: 0, operands: 16, ..chunk(2, 5, 2) });
             let report =
@@ -448,7 +450,7 @@ mod tests {
                     slots.windows(2).all(|pair| pair[0].end == pair[1].start),
                     "pp {pp} m {m} stage {stage}: {slots:?}"
                 );
-                // At the price of activations of 2·pp − 1 microbatches on the first stage.
+                // The price is activations of 2·pp − 1 microbatches on the first stage.
                 assert!(report.peak_in_flight[stage] < 2 * (pp - stage), "{report:?}");
             }
         }
@@ -456,8 +458,8 @@ mod tests {
 
     #[test]
     fn extra_warm_up_hides_a_last_stage_with_longer_passes() {
-        // Four layers on the first stage, two and an output matrix, whose whole gradient is made in
-        // forward, on the second: 408 and 386 a microbatch.
+        // The first stage has four layers. The second has two layers and an output matrix, which
+        // computes its whole gradient in forward. A microbatch takes 408 and 386 on them.
         let costs = |of_layers: u64, head| ChunkCosts {
             forward: 33 * of_layers + head,
             input_gradients: 38 * of_layers,

@@ -1,12 +1,11 @@
-//! Draws what the simulator found, a line per stage.
+//! Draws the simulator's timeline, one line per stage.
 
 use super::schedule::Pass;
 use super::simulator::{Report, Slot};
 
-/// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and
-/// its microbatch (`a0`, `b0` …), a backward or its input gradients the same with a capital letter
-/// (`A0`), weight gradients `w0` (`wa0`, `wb0` … where there are several chunks); blanks are the
-/// bubble.
+/// Draws a report: one line per stage, time to the right. A forward is its chunk's letter and its
+/// microbatch (`a0`, `b0` …). A backward, or its input gradients, has a capital letter (`A0`).
+/// Weight gradients are `w0` (`wa0`, `wb0` … with several chunks). Blanks are the bubble.
 pub fn render(report: &Report) -> String {
     let several = report.timeline.iter().flatten().any(|slot| slot.chunk > 0);
     let slots = || report.timeline.iter().flatten();
@@ -23,7 +22,7 @@ pub fn render(report: &Report) -> String {
             Pass::WeightGradients => format!("w{}", slot.microbatch),
         }
     };
-    // with the bar that ends it
+    // plus the bar that ends the cell
     let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1);
     let column = |time: u64| (time / unit) as usize * cell;
     let mut text = String::new();
@@ -51,7 +50,7 @@ fn gcd(a: u64, b: u64) -> u64 {
 mod tests {
     use super::super::*;
 
-    /// Forwards of `f` and backwards of `b` on every chunk.
+    /// Costs of `f` for forwards and `b` for backwards on every chunk.
     fn even(schedule: &Schedule, f: u64, b: u64) -> Costs {
         let chunk = ChunkCosts { forward: f, input_gradients: b, ..ChunkCosts::default() };
         Costs::even(schedule.pp(), schedule.num_chunks, chunk).unwrap()

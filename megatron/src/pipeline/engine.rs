@@ -15,29 +15,29 @@ use crate::params::{ParamId, ParamStore};
 use crate::tensor_parallel::{Ctx, Phase, TensorParallel, WeightGradients};
 use crate::{Error, Result};
 
-/// What stays the same over all steps of a run.
+/// The part of a run on one rank that stays the same over all steps.
 pub struct Stage {
     /// This rank's chunks, in order of their virtual stages.
     pub chunks: Vec<Chunk>,
-    /// Those of all chunks.
+    /// The parameters of all chunks.
     pub params: ParamStore,
-    /// The ranks that share its layers.
+    /// The ranks that share the stage's layers.
     pub tp: TensorParallel,
-    /// The ranks that share its sequences.
+    /// The ranks that share the stage's sequences.
     pub cp: ContextParallel,
-    /// The stages of its pipeline, in order.
+    /// The stages of the pipeline, in order.
     pub pp: Group,
-    /// Width of the residual stream, which stages pass on.
+    /// Width of the residual stream between stages.
     pub hidden: usize,
-    /// Of weights and of the residual stream.
+    /// Dtype of weights and of the residual stream.
     pub dtype: DType,
-    /// Where it computes.
+    /// Device of the computations.
     pub device: Device,
-    /// Keys of dropout follow from it.
+    /// Seed of the dropout keys.
     pub seed: u64,
 }
 
-/// Told of gradients that no later pass of this step adds to.
+/// Receives the gradients that no later pass of the step adds to.
 pub trait GradientListener {
     /// The gradients of `params` are complete on this rank.
     fn ready(&mut self, params: &[ParamId], store: &ParamStore) -> Result<()>;
@@ -45,15 +45,15 @@ pub trait GradientListener {
 
 type Key = (usize, usize); // microbatch, chunk
 
-/// What input gradients leave to weight gradients.
+/// The part of a backward that input gradients leave to weight gradients.
 struct DelayedWeightGradients {
     products: WeightGradients,
-    /// Parameters that these complete.
+    /// Parameters whose gradients these products complete.
     completes: Vec<ParamId>,
 }
 
 impl Stage {
-    /// The surroundings of one microbatch.
+    /// The context of one microbatch.
     pub fn ctx<'a>(
         &'a self,
         batch: &'a MicroBatch,
@@ -111,7 +111,7 @@ impl Stage {
         self.run_weighted(schedule, batches, phase, &weigh, gradients)
     }
 
-    /// As [`Stage::run`]; `weigh` gives a microbatch's [`Ctx::loss_weights`].
+    /// As [`Stage::run`]; `weigh` returns a microbatch's [`Ctx::loss_weights`].
     pub(super) fn run_weighted(
         &self,
         schedule: &Schedule,
@@ -170,7 +170,7 @@ impl Stage {
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
                     let name = if whole { "backward" } else { "input gradients" };
                     let _span = span(name, Kind::Phase).at(microbatch, chunk);
-                    // Backwards of a chunk come in order of microbatches, so the last one completes
+                    // A chunk's backwards run in order of microbatches, so the last one completes
                     // the gradients.
                     let mut completes = Vec::new();
                     let mut ready = |params: &[ParamId]| {
@@ -208,12 +208,12 @@ impl Stage {
     }
 }
 
-/// Σ token losses of each microbatch of a step, nothing where this rank has no head: on the device,
-/// which need not have computed them yet.
+/// Σ token losses of each microbatch of a step; empty if this rank has no head. They are on the
+/// device, which may not have computed them yet.
 pub struct Losses(pub(super) Vec<Option<Tensor>>);
 
 impl Losses {
-    /// Their sum, in order of microbatches. Waits for the device.
+    /// The sum of the losses, in order of microbatches. Waits for the device.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -221,10 +221,11 @@ impl Losses {
         self.read_with(Vec::new())?.wait().map(|(sum, _)| sum)
     }
 
-    /// Has the sum and `others` read once what is queued so far is computed. Nobody waits here.
+    /// Starts to read the sum and `others`, once the device has computed everything queued so far.
+    /// Does not wait.
     ///
     /// # Errors
-    /// What the device says.
+    /// If the device reports an error.
     pub fn read_with(&self, others: Vec<Tensor>) -> Result<Results> {
         let there: Vec<&Tensor> = self.0.iter().flatten().collect();
         let (num_others, mut wanted) = (others.len(), others);
@@ -235,16 +236,16 @@ impl Losses {
     }
 }
 
-/// What a step leaves, to be read on the host.
+/// Results of a step that are read to the host.
 pub struct Results {
     num_others: usize,
-    /// The others, then the losses if this rank has any.
+    /// The other tensors, then the losses if this rank has any.
     reading: Reading,
 }
 
 impl Results {
-    /// The sum of the losses, in order of microbatches, and the others. Waits for the device to
-    /// come to where they are.
+    /// The sum of the losses, in order of microbatches, and the other tensors. Waits until the
+    /// device has computed them.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -271,7 +272,7 @@ fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(
     })
 }
 
-/// The tensor received for an action, if one was announced.
+/// Takes the tensor received for an action, if a receive was posted.
 fn arrive(
     received: &mut HashMap<(Payload, Key), (Tensor, Work)>,
     payload: Payload,

@@ -1,18 +1,18 @@
-//! The generators of schedules: pure functions of the number of stages, chunks and microbatches.
+//! Generators of schedules: pure functions of the numbers of stages, chunks and microbatches.
 //!
 //! GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021 (§2.2), in
-//! Megatron-LM's order. In all of them each chunk's backwards come in microbatch order, so that
-//! gradients are summed in one order under any schedule.
+//! Megatron-LM's order. In all schedules each chunk's backwards run in microbatch order, so that
+//! gradients are summed in the same order under every schedule.
 
 use super::schedule::{Compute, Pass, Schedule};
 use crate::config::ScheduleKind;
 use crate::{Error, Result};
 
-/// The training schedule of a run: `v` is 1 unless interleaved, `extra_warmup` ([`one_f_one_b`]) 0
-/// unless 1F1B.
+/// The training schedule of a run. `v` is 1 unless interleaved; `extra_warmup` (see
+/// [`one_f_one_b`]) is 0 unless 1F1B.
 ///
 /// # Errors
-/// If the schedule cannot be made for these sizes.
+/// If there is no such schedule for these sizes.
 pub fn generate(
     kind: ScheduleKind,
     pp: usize,
@@ -51,14 +51,14 @@ pub fn gpipe(pp: usize, m: usize) -> Result<Schedule> {
 /// One forward, one backward, on `pp` stages: stage p runs pp − p − 1 forwards ahead, so it keeps
 /// the activations of at most pp − p microbatches.
 ///
-/// The first stage runs `extra_warmup` forwards more ahead, those behind it fewer and the last,
-/// which waits for no gradient, none. With pp − 1 more, and gradients of weights delayed, that is
-/// ZB-H2 (Qi et al. 2023, §2.2). Not for interleaved schedules: their first stage's forwards of
-/// later chunks depend on forwards that the last stage runs after backwards, which wait for the
-/// first.
+/// With `extra_warmup` the first stage runs that many more forwards ahead, later stages run fewer,
+/// and the last stage, which waits for no gradient, runs none. With pp − 1 extra forwards and
+/// delayed weight gradients this is ZB-H2 (Qi et al. 2023, §2.2). Interleaved schedules cannot use
+/// it: their first stage's forwards of later chunks depend on forwards that the last stage runs
+/// after backwards, and these backwards wait for the first stage.
 ///
 /// # Errors
-/// If a number of stages or microbatches is 0.
+/// If the number of stages or microbatches is 0.
 pub fn one_f_one_b(pp: usize, m: usize, extra_warmup: usize) -> Result<Schedule> {
     let extra = |behind: usize| {
         if behind == 0 { 0 } else { extra_warmup.saturating_mul(behind).div_ceil(pp - 1) }
@@ -66,9 +66,9 @@ pub fn one_f_one_b(pp: usize, m: usize, extra_warmup: usize) -> Result<Schedule>
     warm_up_then_alternate(pp, 1, m, |stage| (pp - stage - 1).saturating_add(extra(pp - stage - 1)))
 }
 
-/// 1F1B over `v` chunks per stage, in groups of `pp` microbatches: a group runs through a stage's
-/// first chunk, then its second, and so on; backward walks the chunks in reverse. Stage p runs 2(pp
-/// − p − 1) + (v − 1)·pp forwards ahead.
+/// 1F1B over `v` chunks per stage, in groups of `pp` microbatches. A group runs through a stage's
+/// first chunk, then its second, and so on; backward uses the reverse order of chunks. Stage p runs
+/// 2(pp − p − 1) + (v − 1)·pp forwards ahead.
 ///
 /// # Errors
 /// If pp < 2, v < 2, or m is not a multiple of pp.
@@ -90,8 +90,8 @@ pub fn interleaved(pp: usize, v: usize, m: usize) -> Result<Schedule> {
     warm_up_then_alternate(pp, v, m, |stage| 2 * (pp - stage - 1) + (v - 1) * pp)
 }
 
-/// Forwards alone, for evaluation; with `v` > 1 in groups of at most `pp` microbatches, as
-/// [`interleaved`], but m need not divide.
+/// Only forwards, for evaluation. With `v` > 1 they run in groups of at most `pp` microbatches, as
+/// in [`interleaved`], but m need not be a multiple of pp.
 ///
 /// # Errors
 /// If a size is 0, or v > 1 on a single stage.
@@ -101,8 +101,8 @@ pub fn forward_only(pp: usize, v: usize, m: usize) -> Result<Schedule> {
     Ok(Schedule::with_messages(&vec![order; pp], m, v))
 }
 
-/// Stage p runs `warm_up(p)` forwards (at most all), then one forward and one backward in turn,
-/// then what is left.
+/// Stage p runs `warm_up(p)` forwards (at most all), then alternates one forward and one backward,
+/// then runs the remaining backwards.
 fn warm_up_then_alternate(
     pp: usize,
     v: usize,
@@ -129,7 +129,7 @@ fn warm_up_then_alternate(
 }
 
 /// The k-th forward or backward of every stage: groups of pp microbatches (the last may be smaller)
-/// run through chunk after chunk.
+/// run through one chunk after another.
 fn nth(pass: Pass, k: usize, pp: usize, v: usize, m: usize) -> Compute {
     let first = k / (pp * v) * pp; // of the group
     let group = pp.min(m - first);
@@ -209,7 +209,7 @@ mod tests {
         assert_eq!(passes(&schedule, 0), "F0a F1a F2a F3a F4a B0a B1a B2a B3a B4a");
         assert_eq!(passes(&schedule, 1), "F0a F1a F2a B0a F3a B1a F4a B2a B3a B4a");
         assert_eq!(passes(&schedule, 2), passes(&one_f_one_b(3, 5, 0).unwrap(), 2));
-        // What does not go round goes to stages further ahead.
+        // If the extra forwards do not divide evenly, earlier stages get more.
         assert_eq!(passes(&one_f_one_b(3, 5, 1).unwrap(), 1), passes(&schedule, 1));
     }
 

@@ -1,14 +1,14 @@
-//! Adds the messages to the passes of a pipeline: a send right after its result, a receive right
-//! before its use, or early enough that the message travels beside a computation.
+//! Adds messages to the passes of a pipeline: a send directly after its result, and a receive
+//! directly before its use, or early enough that the message overlaps with a computation.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::schedule::{Action, Compute, Payload, Schedule, consumer, producer};
 
 impl Schedule {
-    /// The schedule whose stages run `orders`, with receives right before their use. Where a stage
-    /// uses the messages of a lane in another order than they are sent, the receive that has to
-    /// come earlier does.
+    /// The schedule whose stages run `orders`, with receives directly before their use. If a stage
+    /// uses the messages of a lane in another order than they are sent, some receives are posted
+    /// earlier.
     pub(super) fn with_messages(
         orders: &[Vec<Compute>],
         num_microbatches: usize,
@@ -18,12 +18,12 @@ impl Schedule {
         Self::with_receives(orders, num_microbatches, num_chunks, none_early)
     }
 
-    /// The same passes with the input of each received before the pass that precedes it, so that
-    /// the message travels while that one is computed; what depends on that very pass is still
-    /// received right before its use. So a stage holds the input of one pass ahead, and no receive
-    /// waits, through whatever other stages, for something that its own stage issues after it.
+    /// The same passes, but each input is received before the pass that precedes its use, so that
+    /// the message travels during that pass. An input that depends on that very pass is still
+    /// received directly before its use. A stage thus holds the input of one pass ahead. No receive
+    /// waits, through any other stages, for something that its own stage issues later.
     ///
-    /// This is for transports on which a receive that waits holds up nothing but its own lane.
+    /// Use this for transports on which a waiting receive blocks only its own lane.
     pub fn receiving_early(&self) -> Self {
         let orders = self.orders();
         let needed = own_passes_needed(&orders, self.num_chunks);
@@ -31,8 +31,8 @@ impl Schedule {
         Self::with_receives(&orders, self.num_microbatches, self.num_chunks, early)
     }
 
-    /// `early` tells of (stage, index of a pass) whether its input is received before the preceding
-    /// pass.
+    /// `early` tells, for (stage, index of a pass), whether the pass's input is received before the
+    /// preceding pass.
     fn with_receives(
         orders: &[Vec<Compute>],
         num_microbatches: usize,
@@ -83,11 +83,11 @@ impl Schedule {
     }
 }
 
-/// Messages by (from, to, payload) in the order in which they are sent: for which (microbatch,
-/// chunk) of the receiver.
+/// Messages by (from, to, payload), in the order of sending, each as the receiver's (microbatch,
+/// chunk).
 type Lanes = HashMap<(usize, usize, Payload), VecDeque<(usize, usize)>>;
 
-/// Posts the receives of a lane up to that of the input of `c`, unless it is posted.
+/// Posts the receives of a lane up to the one for the input of `c`, unless it is already posted.
 fn post(
     what: Payload,
     c: Compute,
@@ -103,18 +103,18 @@ fn post(
     }
 }
 
-/// For each pass of each stage, of how many of the stage's own passes (its first ones) the received
-/// input is made, through whatever other stages; 0 where nothing is received. All passes where the
-/// orders never get there.
+/// For each pass of each stage: the number of the stage's own first passes that the received input
+/// depends on, directly or through other stages. It is 0 if nothing is received, and the number of
+/// all passes if the orders never reach that point.
 fn own_passes_needed(orders: &[Vec<Compute>], v: usize) -> Vec<Vec<usize>> {
     let pp = orders.len();
     let mut needed: Vec<Vec<usize>> =
         orders.iter().map(|order| vec![order.len(); order.len()]).collect();
-    // Passes of each stage that are made, and how many of each stage (its first ones) the last of
-    // them depends on.
+    // Number of completed passes per stage, and the number of each stage's first passes that the
+    // last completed one depends on.
     let mut made = vec![0; pp];
     let mut past = vec![vec![0; pp]; pp];
-    // What the input of (microbatch, stage, chunk) depends on.
+    // Dependencies of the input of (microbatch, stage, chunk).
     let mut sent: HashMap<(Payload, usize, usize, usize), Vec<usize>> = HashMap::new();
     loop {
         let mut progress = false;
@@ -192,8 +192,8 @@ mod tests {
     #[test]
     fn receives_are_posted_before_the_pass_that_precedes_their_use() {
         let schedule = one_f_one_b(3, 4, 0).unwrap().receiving_early();
-        // The first gradient does not depend on the third forward, so it may come while that is
-        // computed.
+        // The first gradient does not depend on the third forward, so it may arrive during that
+        // forward.
         assert_eq!(words(&schedule, 0), "F0 > F1 > g0 F2 > B0 g1 F3 > g2 B1 g3 B2 B3");
         assert_eq!(
             words(&schedule, 1),
@@ -208,7 +208,7 @@ mod tests {
         // Under GPipe every gradient depends on the last forward.
         assert_eq!(words(&schedule, 0), "F0 > F1 > g0 g1 B0 B1");
         assert_eq!(words(&schedule, 1), "a0 a1 F0 F1 B0 > B1 >");
-        // Round the ring each input comes back from what was sent two passes ago.
+        // Around the ring, each input depends on what was sent two passes ago.
         let schedule = interleaved(2, 2, 2).unwrap().receiving_early();
         assert_eq!(
             words(&schedule, 0),
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn orders_that_never_end_are_left_to_the_simulator() {
         let backward = |microbatch| Compute { pass: Pass::Backward, microbatch, chunk: 0 };
-        // Stage 0 asks for the gradient before it sends the activation that the gradient depends
+        // Stage 0 waits for the gradient before it sends the activation that the gradient depends
         // on.
         let orders = [vec![backward(0), forward(0)], vec![forward(0), backward(0)]];
         assert_eq!(

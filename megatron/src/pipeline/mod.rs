@@ -1,9 +1,9 @@
-//! Pipeline parallelism: who computes which microbatch when.
+//! Pipeline parallelism: the order in which stages compute microbatches.
 //!
-//! Schedules are data ([`Schedule`]), made by generators ([`gpipe`], [`one_f_one_b`],
-//! [`interleaved`], [`forward_only`]), changed by [`delay_weight_gradients`], proved by
-//! [`simulate`], and executed by one engine ([`Stage::run`]) over the layers of each virtual stage
-//! ([`Chunk`]). [`partition`] deals layers to virtual stages.
+//! Schedules are data ([`Schedule`]). Generators make them ([`gpipe`], [`one_f_one_b`],
+//! [`interleaved`], [`forward_only`]), [`delay_weight_gradients`] changes them, [`simulate`] proves
+//! them, and one engine ([`Stage::run`]) executes them over the layers of each virtual stage
+//! ([`Chunk`]). [`partition`] distributes layers over virtual stages.
 //!
 //! ```
 //! use megatron::pipeline::{ChunkCosts, Costs, gpipe, one_f_one_b, render, simulate};
@@ -17,7 +17,7 @@
 //! let all_forwards_first = simulate(&gpipe(stages, microbatches)?, &costs)?;
 //! let alternating = simulate(&one_f_one_b(stages, microbatches, 0)?, &costs)?;
 //!
-//! // Both take as long; 1F1B keeps the activations of fewer microbatches.
+//! // Both take the same time; 1F1B keeps the activations of fewer microbatches.
 //! assert_eq!(all_forwards_first.makespan, alternating.makespan);
 //! assert_eq!(all_forwards_first.peak_in_flight, [4, 4]);
 //! assert_eq!(alternating.peak_in_flight, [2, 1]);

@@ -1,7 +1,7 @@
-//! Dealing layers to virtual stages.
+//! Distributes layers over virtual stages.
 //!
-//! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, one more on the first n
-//! mod p.
+//! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, and one more on each of
+//! the first n mod p stages.
 
 use std::ops::Range;
 
@@ -11,12 +11,13 @@ use crate::{Error, Result};
 /// The layers of each virtual stage, in the order of the model (chunk c of stage p is virtual stage
 /// c·pp + p).
 ///
-/// `layer_weights` are the parameters (or operations) of each layer; `first_extra` and `last_extra`
-/// those of the embedding and of the final norm and head, which come on top of the first and last
-/// virtual stage. By parameters or operations, the largest sum of a stage is as small as it can be,
-/// the sums are as even as that allows (least sum of squares), and what is still equal is decided
-/// for the latest split, i.e. more layers on earlier stages. Only an explicit list may leave a
-/// stage empty.
+/// `layer_weights` are the parameters (or operations) of each layer. `first_extra` and `last_extra`
+/// are those of the embedding and of the final norm and head, which are added to the first and last
+/// virtual stage.
+///
+/// By parameters or operations, the largest sum of a stage is minimal. Among such splits the least
+/// sum of squares wins, and among equal ones the latest split, i.e. more layers on earlier stages.
+/// Only an explicit list may leave a stage empty.
 ///
 /// # Errors
 /// If there are fewer layers than virtual stages, or an explicit list has another length or sum.
@@ -77,8 +78,8 @@ fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// At least one layer each; smallest largest stage, then least sum of squares, then the latest
-/// split.
+/// At least one layer each. Minimizes the largest stage, then the sum of squares, then takes the
+/// latest split.
 fn balanced(
     layer_weights: &[u64],
     first_extra: u64,
@@ -104,17 +105,17 @@ fn balanced(
     (0..p).map(|stage| starts[stage]..starts.get(stage + 1).copied().unwrap_or(n)).collect()
 }
 
-/// Cuts n ≥ p layers into p non-empty runs such that `combine` over the runs' costs is least, by
-/// dynamic programming over prefixes. Returns that least value and the first layer of each run, the
-/// latest among equals.
+/// Splits n ≥ p layers into p non-empty runs with the least value of `combine` over the runs'
+/// costs, by dynamic programming over prefixes. Returns that value and the first layer of each run.
+/// Among equal splits it takes the latest.
 fn best_splits(
     n: usize,
     p: usize,
     cost: impl Fn(usize, Range<usize>) -> u128,
     combine: impl Fn(u128, u128) -> u128,
 ) -> (u128, Vec<usize>) {
-    // best[i]: least value of the runs so far over the first i layers; cuts[stage - 1][i]: where
-    // the last of them begins.
+    // best[i]: least value of the runs so far over the first i layers. cuts[stage - 1][i]: first
+    // layer of the last of these runs.
     let mut best: Vec<u128> =
         (0..=n).map(|i| if i == 0 { u128::MAX } else { cost(0, 0..i) }).collect();
     let mut cuts = Vec::with_capacity(p);
@@ -170,14 +171,14 @@ mod tests {
 
     #[test]
     fn by_parameters_counts_embedding_and_head() {
-        // An embedding and a head of two layers' weight each: 2+1, 3, 3, 1+2.
+        // The embedding and the head each weigh as much as two layers: 2+1, 3, 3, 1+2.
         assert_eq!(counts(PartitionMethod::Parameters, &[10; 8], 20, 20, 4), [1, 3, 3, 1]);
         assert_eq!(counts(PartitionMethod::Parameters, &[10; 6], 0, 30, 3), [3, 2, 1]);
     }
 
     #[test]
     fn by_operations_the_head_is_weighed_against_layers() {
-        // `small`: a layer of 1.87 million multiplications a token, a head of 3.15 million.
+        // `small`: a layer has 1.87 million multiplications per token, the head 3.15 million.
         let (layer, head) = (4 * 384 * 384 + 2 * 384 * 1536 + 256 * 384, 384 * 8192);
         let parts = partition(&PartitionMethod::Flops, &[layer; 6], 0, head, 2).unwrap();
         assert_eq!(parts, [0..4, 4..6]);
@@ -209,7 +210,7 @@ mod tests {
                 };
                 (0..p).map(stage).max().unwrap()
             };
-            // Every way to choose p − 1 of the 7 inner boundaries.
+            // All choices of p − 1 of the 7 inner boundaries.
             let least = (0u32..1 << 7)
                 .filter(|bits| bits.count_ones() as usize == p - 1)
                 .map(|bits| {

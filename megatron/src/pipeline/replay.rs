@@ -1,12 +1,12 @@
-//! Forward and backward of a microbatch as one CUDA graph, which every microbatch of every step
-//! launches: the counterpart of Megatron-LM's `--enable-cuda-graph`.
+//! Forward and backward of a microbatch as one CUDA graph, which is launched for every microbatch
+//! of every step: the counterpart of Megatron-LM's `--enable-cuda-graph`.
 //!
-//! What differs from one microbatch to the next reaches the graph through tensors that stay where
-//! they are and are filled before each launch: tokens, labels, the loss mask, the weights of the
-//! losses, in which are the number of unmasked tokens and the loss scale, where documents lie in
-//! the samples, and what dropout's masks are made of, the step and the samples' numbers. Everything
-//! else of a step (clearing and reducing gradients, the optimizer with its learning rate, counts
-//! and clipping) stays outside. Gradients and weights lie in flat buffers, which do not move.
+//! The values that differ between microbatches reach the graph through tensors at fixed addresses,
+//! which are filled before each launch. They are tokens, labels, the loss mask, the loss weights
+//! (with the number of unmasked tokens and the loss scale), the places of documents in the samples,
+//! and the step and sample numbers for dropout masks. The rest of a step (clearing and reducing
+//! gradients, the optimizer with its learning rate, counts and clipping) stays outside the graph.
+//! Gradients and weights lie in flat buffers, which do not move.
 
 use candle_core::{DType, Tensor};
 use kernels::ops::dropout::step_and_samples;
@@ -23,19 +23,19 @@ use crate::params::{ParamId, ParamStore};
 use crate::tensor_parallel::Phase;
 use crate::{Error, Result};
 
-/// Steps made in the ordinary way before one is recorded: they choose algorithms, load kernels, and
-/// upload what is always the same.
+/// Ordinary steps before one is recorded. They choose algorithms, load kernels, and upload
+/// constants.
 const WARM_UP: u32 = 2;
 
-/// Forward and backward of a stage that holds the whole model, recorded and repeated.
+/// Records forward and backward of a stage that holds the whole model, and repeats them.
 pub struct Replay {
-    /// Whether masks of dropout are made.
+    /// Whether the model uses dropout masks.
     drops: bool,
-    /// Ordinary steps since the shape of microbatches changed last.
+    /// Ordinary steps since the last change of the microbatches' shape.
     warm: u32,
     shape: Option<(usize, usize)>,
     recorded: Option<Recorded>,
-    /// Operations of the graph that was recorded in the last step.
+    /// Number of operations of a graph that was recorded in the last step.
     news: Option<usize>,
 }
 
@@ -48,7 +48,7 @@ struct Recorded {
     loss: Tensor,
 }
 
-/// Nothing is reduced before backward has ended.
+/// A listener that starts no reduction before backward has ended.
 struct NothingEarly;
 
 impl GradientListener for NothingEarly {
@@ -58,16 +58,16 @@ impl GradientListener for NothingEarly {
 }
 
 impl Replay {
-    /// `drops`: whether the model's forward makes masks of dropout.
+    /// `drops`: whether the model's forward uses dropout masks.
     pub fn new(drops: bool) -> Self {
         Self { drops, warm: 0, shape: None, recorded: None, news: None }
     }
 
-    /// As [`Stage::run`] of training over the whole model. `schedule` and `gradients` are used by
-    /// the steps that are not repeated: the first ones, and those that a profile records.
+    /// As [`Stage::run`] for training the whole model. `schedule` and `gradients` are used by steps
+    /// that do not replay the graph: the first ones, and those that a profile records.
     ///
     /// # Errors
-    /// If a kernel fails, or something was asked for that cannot be recorded.
+    /// If a kernel fails, or an operation was requested that cannot be recorded.
     pub fn run(
         &mut self,
         stage: &Stage,
@@ -113,13 +113,13 @@ impl Replay {
         Ok(Losses(batches.iter().map(launch).collect::<Result<_>>()?))
     }
 
-    /// The number of operations of a graph that was recorded since this was asked last.
+    /// The number of operations of a graph, if one was recorded since the last call.
     pub fn take_news(&mut self) -> Option<usize> {
         self.news.take()
     }
 }
 
-/// The `[s, b]` that all microbatches have.
+/// The common `[s, b]` of all microbatches.
 fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
     let mut shapes = batches.iter().map(|batch| batch.tokens.dims2());
     let Some(first) = shapes.next().transpose()? else { return Ok(None) };
@@ -132,7 +132,7 @@ fn one_shape(batches: &[MicroBatch]) -> Result<Option<(usize, usize)>> {
 }
 
 impl Recorded {
-    /// Records forward and backward of a microbatch like this one.
+    /// Records forward and backward of a microbatch with the shape of `like`.
     fn new(
         stage: &Stage,
         like: &MicroBatch,
@@ -168,7 +168,7 @@ impl Recorded {
         Ok(Self { graph, input, weights, loss })
     }
 
-    /// Queues forward and backward of a microbatch; Σ of its losses.
+    /// Queues forward and backward of a microbatch. Returns Σ of its losses.
     fn launch(
         &self,
         batch: &MicroBatch,
@@ -187,7 +187,7 @@ impl Recorded {
             copy(to, from)?;
         }
         self.graph.launch()?;
-        // The next launch writes over it.
+        // Copied, because the next launch overwrites it.
         let loss = empty(1, DType::F64, self.loss.device())?;
         copy(&loss, &self.loss)?;
         Ok(loss)

@@ -1,33 +1,34 @@
-//! A pipeline schedule as data: for every stage the list of what it does, in order.
+//! A pipeline schedule as data: for every stage the list of its actions, in order.
 //!
-//! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p, so
-//! consecutive virtual stages lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2). An
-//! engine walks its stage's list and keeps two maps by (payload, microbatch, chunk): receives
-//! posted and not yet used, and outputs not yet sent. A send never waits for its receiver, nor a
-//! receive for its message; the pass that uses a message waits for it. Between two stages each
-//! payload has a lane of its own ([`Payload::tag`]) on which messages arrive in the order they were
-//! sent, and receives take them in the order posted.
+//! With pp stages and v chunks per stage, chunk c of stage p is virtual stage c·pp + p. Consecutive
+//! virtual stages thus lie on consecutive stages of a ring (Narayanan et al. 2021, §2.2).
+//!
+//! An engine executes its stage's list and keeps two maps by (payload, microbatch, chunk): receives
+//! that are posted and not yet used, and outputs that are not yet sent. A send never waits for its
+//! receiver, and a receive never waits for its message; only the pass that uses a message waits for
+//! it. Between two stages each payload has its own lane ([`Payload::tag`]). Messages of a lane
+//! arrive in the order of sending, and receives take them in the order of posting.
 
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// A pass of one chunk over one microbatch. Backward comes whole, or as gradients of inputs and, at
-/// any later time, of weights.
+/// A pass of one chunk over one microbatch. A backward is either whole, or split into input
+/// gradients and, at any later time, weight gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pass {
-    /// From a chunk's input to its output; activations are kept.
+    /// From a chunk's input to its output; activations are saved.
     Forward,
     /// All gradients at once.
     Backward,
-    /// Gradients of the input alone, which the stage before waits for.
+    /// Gradients of the input alone, which the previous stage waits for.
     InputGradients,
-    /// Gradients of the weights, which nobody waits for before the step's end.
+    /// Gradients of the weights, which are not needed before the step's end.
     WeightGradients,
 }
 
 impl Pass {
-    /// What this pass takes and makes, except at the pipeline's ends; nothing where weights are all
-    /// that is left to do.
+    /// The payload that this pass consumes and produces, except at the pipeline's ends. `None` for
+    /// weight gradients.
     pub fn payload(self) -> Option<Payload> {
         match self {
             Self::Forward => Some(Payload::Activation),
@@ -37,18 +38,18 @@ impl Pass {
     }
 }
 
-/// What a message between stages holds.
+/// The content of a message between stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Payload {
-    /// The output of a forward, which is the input of the next virtual stage's.
+    /// The output of a forward: the input of the next virtual stage's forward.
     Activation,
-    /// The gradient of a forward's input, which is the gradient of the previous virtual stage's
-    /// output.
+    /// The gradient of a forward's input: the gradient of the previous virtual stage's output.
     Gradient,
 }
 
 impl Schedule {
-    /// The kinds of messages that a stage sends, and receives: (other stage, tag), each once.
+    /// The kinds of messages that a stage sends, and those that it receives: (other stage, tag),
+    /// each once.
     pub fn lanes(&self, stage: usize) -> [Vec<(usize, u32)>; 2] {
         let actions = self.stages.get(stage).into_iter().flatten();
         let sent = actions.clone().filter_map(|action| match *action {
@@ -73,8 +74,9 @@ impl Payload {
     }
 }
 
-/// One step of a stage. `microbatch` and `chunk` are those of the stage's own computation: in
-/// [`Action::Send`] the one that made the payload, in [`Action::Recv`] the one that will use it.
+/// One step of a stage. `microbatch` and `chunk` identify the stage's own computation: in
+/// [`Action::Send`] the one that produced the payload, in [`Action::Recv`] the one that will use
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "fields mean in all variants what is said above and below")]
 pub enum Action {
@@ -84,14 +86,14 @@ pub enum Action {
     /// Runs the chunk backward. Its input is the received gradient, or the loss on the last virtual
     /// stage.
     Backward { microbatch: usize, chunk: usize },
-    /// The same, but leaves the products that make gradients of weights to
+    /// Runs the chunk backward, but leaves the weight-gradient products to
     /// [`Action::WeightGradients`].
     InputGradients { microbatch: usize, chunk: usize },
     /// Computes the gradients that [`Action::InputGradients`] left.
     WeightGradients { microbatch: usize, chunk: usize },
     /// Sends a result to stage `to`, without waiting.
     Send { what: Payload, microbatch: usize, chunk: usize, to: usize },
-    /// Posts the receive of an input from stage `from`; the pass that takes it waits.
+    /// Posts the receive of an input from stage `from`; the pass that uses the input waits for it.
     Recv { what: Payload, microbatch: usize, chunk: usize, from: usize },
 }
 
@@ -132,7 +134,7 @@ impl fmt::Display for Action {
     }
 }
 
-/// What every stage of a pipeline does in one step.
+/// The actions of every stage of a pipeline in one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// Actions of each stage, in order.
@@ -145,7 +147,7 @@ pub struct Schedule {
     pub has_backward: bool,
 }
 
-/// One pass of a stage: the order of these is all that a generator decides.
+/// One pass of a stage. A generator decides only the order of passes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Compute {
     pub pass: Pass,
@@ -178,7 +180,7 @@ impl Action {
         }
     }
 
-    /// The pass that this is, unless it is a message.
+    /// The pass of this action; `None` for a message.
     pub(super) fn compute(self) -> Option<Compute> {
         let (pass, microbatch, chunk) = match self {
             Self::Forward { microbatch, chunk } => (Pass::Forward, microbatch, chunk),
@@ -193,8 +195,8 @@ impl Action {
     }
 }
 
-/// Where what (stage, chunk) makes goes: the (stage, chunk) that takes it; `None` at the pipeline's
-/// end.
+/// The (stage, chunk) that consumes the payload produced by (stage, chunk); `None` at the
+/// pipeline's end.
 pub(super) fn consumer(
     pp: usize,
     v: usize,
@@ -210,7 +212,8 @@ pub(super) fn consumer(
     Some((next % pp, next / pp))
 }
 
-/// Where what (stage, chunk) takes comes from; `None` where it is the data or the loss.
+/// The (stage, chunk) that produces the payload consumed by (stage, chunk); `None` if that is the
+/// data or the loss.
 pub(super) fn producer(
     pp: usize,
     v: usize,
@@ -239,7 +242,7 @@ impl Schedule {
             .collect()
     }
 
-    /// Whether (stage, chunk) is the first virtual stage, which takes the data and receives no
+    /// Whether (stage, chunk) is the first virtual stage, which reads the data and receives no
     /// activation.
     pub fn is_first(&self, stage: usize, chunk: usize) -> bool {
         stage == 0 && chunk == 0

@@ -1,9 +1,9 @@
-//! Runs a schedule on paper: proves that it is complete and cannot hang, and measures its bubble
+//! Simulates a schedule: proves that it is complete and cannot deadlock, and measures its bubble
 //! and memory.
 //!
-//! Messages take no time, so the figures are those of the literature (Huang et al. 2019; Narayanan
-//! et al. 2021, §2.2): with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp −
-//! 1), of interleaved 1F1B (pp − 1) / (v·M + pp − 1).
+//! Messages take no time, so the results match the literature (Huang et al. 2019; Narayanan et al.
+//! 2021, §2.2): with M microbatches the idle share of GPipe and 1F1B is (pp − 1) / (M + pp − 1),
+//! and that of interleaved 1F1B is (pp − 1) / (v·M + pp − 1).
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,52 +11,53 @@ use super::costs::Costs;
 use super::schedule::{Action, Compute, Pass, Payload, Schedule, consumer, producer};
 use crate::{Error, Result};
 
-/// One pass on the timeline of a stage, in the unit of the costs; `end` is exclusive.
+/// One pass on the timeline of a stage, in the unit of the costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     /// Inclusive.
     pub start: u64,
     /// Exclusive.
     pub end: u64,
-    /// What was computed.
+    /// The computed pass.
     pub pass: Pass,
-    /// From 0.
+    /// Index of the microbatch, from 0.
     pub microbatch: usize,
-    /// Among the stage's own, from 0.
+    /// Index among the stage's own chunks, from 0.
     pub chunk: usize,
 }
 
-/// What a schedule costs.
+/// The time and memory that a schedule takes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Report {
     /// Time until the last stage is done.
     pub makespan: u64,
-    /// Share of all stages' time until then in which they are idle.
+    /// Idle share of all stages' time until the makespan.
     pub bubble: f64,
-    /// Per stage, the largest number of forwards (of any chunk) whose backward is still to come; 0
+    /// Per stage, the largest number of forwards (of any chunk) that wait for their backward; 0
     /// without backward.
     pub peak_in_flight: Vec<usize>,
-    /// Per stage, the largest number of input gradients (of any chunk) whose weight gradients are
-    /// still to come.
+    /// Per stage, the largest number of input gradients (of any chunk) that wait for their weight
+    /// gradients.
     pub peak_delayed: Vec<usize>,
-    /// Per stage, the largest number of receives that are posted and whose message no pass has
-    /// taken.
+    /// Per stage, the largest number of posted receives with a message that no pass has used yet.
     pub peak_receives: Vec<usize>,
     /// Passes of each stage, in order.
     pub timeline: Vec<Vec<Slot>>,
 }
 
-/// Runs `schedule` with passes of these costs.
+/// Simulates `schedule` with passes of these costs.
 ///
-/// A schedule that passes runs every (microbatch, chunk) forward and backward exactly once on every
-/// stage, the latter whole or as input gradients and later weight gradients, and each chunk's
-/// weight gradients in microbatch order; uses only what it has computed or received, and everything
-/// that it has; posts the receives of a lane in the order in which its messages are sent; and ends.
-/// Posting a receive waits for nothing; the pass that takes the message waits for it.
+/// A schedule that passes the simulation has these properties:
+/// - Every stage runs every (microbatch, chunk) forward and backward exactly once; the backward is
+///   whole, or input gradients and later weight gradients.
+/// - Each chunk's weight gradients run in microbatch order.
+/// - It uses only what it has computed or received, and uses everything that it has.
+/// - It posts the receives of a lane in the order of sending.
+/// - It ends. Posting a receive does not wait; the pass that uses the message waits for it.
 ///
 /// # Errors
-/// If it does not; the message names the stage and the action, or for a deadlock every stage and
-/// what it waits for. If there are not costs for every chunk.
+/// If a property is violated: the message names the stage and the action, or for a deadlock every
+/// stage and what it waits for. Also if `costs` do not cover every chunk.
 pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
     let pp = schedule.pp();
     costs.check(pp, schedule.num_chunks)?;
@@ -93,8 +94,8 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
             stuck.join(", ")
         )));
     }
-    // Every pass took its input, each output was sent once, and no receive is left over, so no lane
-    // holds a message now.
+    // Every pass used its input, each output was sent once, and no receive is left over. Therefore
+    // no lane holds a message now.
     for (p, stage) in stages.iter().enumerate() {
         stage.check_complete(schedule).map_err(|why| Error::config(format!("stage {p} {why}")))?;
     }
@@ -112,14 +113,14 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
     })
 }
 
-/// The result of one check, with what is wrong.
+/// The result of one check, or a description of the violation.
 type Checked<T> = std::result::Result<T, String>;
 /// (microbatch, chunk)
 type Key = (usize, usize);
-/// Messages sent, by (from, to, payload), in order; those taken stay in their place.
+/// Sent messages by (from, to, payload), in order. Received messages stay in the list.
 type Lanes = HashMap<(usize, usize, Payload), Vec<Message>>;
 
-/// A sent message: for which of the receiver's passes, and when it is there.
+/// A sent message: the receiver's (microbatch, chunk), and its time of arrival.
 struct Message {
     key: Key,
     time: u64,
@@ -130,19 +131,19 @@ enum Outcome {
     Waits,
 }
 
-/// What one stage has done and holds.
+/// The completed passes and held values of one stage.
 #[derive(Default)]
 struct Stage {
     now: u64,
     forwards: HashSet<Key>,
-    /// Whole ones and input gradients.
+    /// Whole backwards and input gradients.
     backwards: HashSet<Key>,
-    /// Gradients of weights that are there, by whole backwards or apart.
+    /// Computed weight gradients, from whole backwards or separate passes.
     weights: HashSet<Key>,
-    /// Receives whose message no pass has taken: from which stage, and as the how-manieth of the
+    /// Posted receives whose message no pass has used: the sending stage, and the index within the
     /// lane.
     posted: HashMap<(Payload, Key), (usize, usize)>,
-    /// Receives ever posted, by (from, payload).
+    /// Number of receives posted so far, by (from, payload).
     receives: HashMap<(usize, Payload), usize>,
     unsent: HashSet<(Payload, Key)>,
     peak: usize,
@@ -152,7 +153,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// Runs one action, or says what is wrong with it.
+    /// Runs one action, or describes the violation.
     fn run(
         &mut self,
         action: Action,
@@ -204,7 +205,7 @@ impl Stage {
         Ok(Outcome::Done)
     }
 
-    /// Runs one pass, once the message that it takes is there.
+    /// Runs one pass, once its message has arrived.
     fn compute(
         &mut self,
         c: Compute,
@@ -267,7 +268,7 @@ impl Stage {
         Ok(Outcome::Done)
     }
 
-    /// Says what is wrong if a pass comes at this time.
+    /// Describes the violation if a pass may not run at this point.
     fn check_order(&self, c: Compute, s: &Schedule) -> Checked<()> {
         let Compute { pass, microbatch, chunk } = c;
         let key = (microbatch, chunk);
@@ -291,8 +292,8 @@ impl Stage {
         if pass == Pass::WeightGradients && !self.backwards.contains(&key) {
             return Err(String::from("comes before its input gradients"));
         }
-        // Gradients of norms and biases are summed with those of inputs, those of weights in the
-        // half that has them.
+        // Gradients of norms and biases are summed in the input-gradient half, those of weights in
+        // the weight-gradient half.
         let sums: &[&HashSet<Key>] = match pass {
             Pass::Backward => &[&self.backwards, &self.weights],
             Pass::InputGradients => &[&self.backwards],

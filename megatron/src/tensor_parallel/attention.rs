@@ -1,8 +1,8 @@
-//! Causal grouped-query self-attention, heads cut over tp, and for attention itself over cp, by
-//! key/value group (Shoeybi et al. 2019, Ainslie et al. 2023).
+//! Causal grouped-query self-attention. Heads are split by key/value group over tp, and in
+//! attention itself also over cp (Shoeybi et al. 2019, Ainslie et al. 2023).
 //!
-//! The fused QKV projection's rows are grouped per key/value group, (query heads…, key, value), as
-//! Megatron-LM's are.
+//! As in Megatron-LM, the rows of the fused QKV projection are grouped per key/value group: (query
+//! heads…, key, value).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,27 +27,28 @@ pub struct AttentionSpec {
     pub groups: usize,
     /// Width of one head.
     pub head_dim: usize,
-    /// Biases of the QKV and of the output projection.
+    /// Whether the QKV projection has a bias.
     pub qkv_bias: bool,
-    /// See `qkv_bias`.
+    /// Whether the output projection has a bias.
     pub bias: bool,
     /// Standard deviation of the initial QKV weights.
     pub init_std: f64,
-    /// The same of the output projection, which writes into the residual stream.
+    /// Standard deviation of the initial weights of the output projection, which writes into the
+    /// residual stream.
     pub output_init_std: f64,
     /// Probability of dropping an attention weight.
     pub dropout: f64,
-    /// Rotary table, where positions are rotary.
+    /// Rotary table, if positions are rotary.
     pub rope: Option<Arc<RopeTable>>,
-    /// A slope for each of the model's query heads, where positions are linear biases (ALiBi).
+    /// A slope for each of the model's query heads, if positions are linear biases (ALiBi).
     pub alibi: Option<Arc<[f64]>>,
-    /// Tokens that a query sees at most, itself included.
+    /// Maximum number of tokens that a query sees, including itself.
     pub window: Option<usize>,
-    /// Ranks that heads are cut over.
+    /// Number of ranks that heads are split over.
     pub tp: usize,
-    /// Whether the residual stream is cut along the sequence over tp.
+    /// Whether the residual stream is split along the sequence over tp.
     pub sequence_parallel: bool,
-    /// Compute the attention core again in backward.
+    /// Whether backward recomputes the attention core.
     pub recompute_core: bool,
 }
 
@@ -63,9 +64,9 @@ pub struct SelfAttention {
 /// Activations of one microbatch.
 pub struct SavedAttention {
     input: Stream,
-    /// Rotated, packed: all tokens' of the heads that are this rank's.
+    /// Rotated and packed: all tokens of this rank's heads.
     qkv: Tensor,
-    /// Output `[s, b, heads/(tp·cp)·d]` and log-sum-exp; `None` if they are computed again.
+    /// Output `[s, b, heads/(tp·cp)·d]` and log-sum-exp; `None` if they are recomputed.
     core: Option<(Tensor, Tensor)>,
 }
 
@@ -96,7 +97,7 @@ impl SelfAttention {
         Self { qkv, proj, spec: spec.clone(), layer }
     }
 
-    /// Of what a rank computes where heads are dealt to `ranks`.
+    /// Shape of one rank's heads when heads are split over `ranks`.
     fn shape(&self, ranks: usize) -> HeadShape {
         HeadShape {
             groups: self.spec.groups / ranks,
@@ -105,7 +106,7 @@ impl SelfAttention {
         }
     }
 
-    /// Of the heads `heads` of the model.
+    /// The score options for the model's heads `heads`.
     fn scores<'a>(&'a self, heads: Range<usize>, ctx: &Ctx<'a>) -> Scores<'a> {
         let alibi = self.spec.alibi.as_ref().map(|slopes| &slopes[heads]);
         let first_keys = ctx.documents.first_keys.as_ref();
@@ -124,13 +125,13 @@ impl SelfAttention {
         Some(AttentionDropout { p: self.spec.dropout, key, samples, first_head, step_and_samples })
     }
 
-    /// Ranks that a layer's heads are dealt to.
+    /// Number of ranks that a layer's heads are split over.
     fn ranks(&self, ctx: &Ctx) -> usize {
         self.spec.tp * ctx.cp.size()
     }
 
-    /// The query heads of the model whose attention is this rank's: of those of its tp rank the
-    /// part of its cp rank.
+    /// The query heads of the model that this rank computes: the part of its cp rank within those
+    /// of its tp rank.
     fn heads(&self, ctx: &Ctx) -> Range<usize> {
         let count = self.spec.heads / self.ranks(ctx);
         let first = (ctx.tp.rank() * ctx.cp.size() + ctx.cp.rank()) * count;
@@ -149,12 +150,12 @@ impl SelfAttention {
             .map(|table| Rotation { table, positions: ctx.documents.positions.as_ref() })
     }
 
-    /// The bias of the output projection, whose gradient the caller makes.
+    /// The bias of the output projection. The caller must compute its gradient.
     pub fn output_bias(&self) -> Option<ParamId> {
         self.proj.bias()
     }
 
-    /// From the normalized stream to the residual stream that the output joins.
+    /// From the normalized stream to the residual stream after adding the output.
     pub fn forward(
         &self,
         input: Stream,
@@ -174,7 +175,7 @@ impl SelfAttention {
         Ok((y, SavedAttention { input, qkv, core }))
     }
 
-    /// Room for the keys and values of `positions` tokens of `batch` samples.
+    /// Allocates the key/value cache for `positions` tokens of `batch` samples.
     pub fn cache(&self, positions: usize, batch: usize, ctx: &Ctx) -> Result<Tensor> {
         let options = ctx.params.options();
         let shape = self.shape(self.spec.tp);
@@ -182,8 +183,8 @@ impl SelfAttention {
         Ok(Tensor::zeros((positions, batch, width), options.dtype, &options.device)?)
     }
 
-    /// As [`forward`](Self::forward), for the next tokens of each sample, which see those in the
-    /// cache before them. Every cp rank has all tokens and computes the same.
+    /// As [`forward`](Self::forward), for the next tokens of each sample, which also attend to the
+    /// tokens in the cache. Every cp rank has all tokens and computes the same.
     pub fn decode(
         &self,
         input: &Stream,
@@ -213,7 +214,7 @@ impl SelfAttention {
         };
         let dy = dy.finish()?;
         let dout = self.proj.backward_input(&dy, ctx)?;
-        // Exchanged again, as it was for the projection: kept in both forms it would be kept twice.
+        // The exchange of forward is repeated, because saving both forms would double the memory.
         self.proj.backward_weight(&dy, &FeatureSharded(ctx.cp.to_tokens(out.clone())?), ctx)?;
         drop(dy);
         let dout = ctx.cp.to_heads(dout.0)?;

@@ -1,5 +1,5 @@
-//! Layers whose forward is written in candle, and whose backward is that of candle's graph: any
-//! candle-nn module trains under every layout, slower than layers with a backward of their own.
+//! Layers with a forward written in candle and the backward of candle's graph. Any candle-nn module
+//! thus trains under every layout, but slower than a layer with its own backward.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,13 +21,13 @@ type Build = dyn Fn(VarBuilder) -> Candle<AnyModule> + Send + Sync;
 
 /// A candle module as a [`Layer`].
 ///
-/// The module is given `[b, s, h]`, the shape that candle-nn's own modules take, and returns the
-/// same shape. Its parameters are whole on every rank of a tp group, and each of these computes the
-/// same; under sequence parallelism the sequence is gathered before.
+/// The module receives `[b, s, h]`, the shape of candle-nn's own modules, and returns the same
+/// shape. Every rank of a tp group holds all its parameters and computes the same; under sequence
+/// parallelism the sequence is gathered first.
 ///
-/// The module reads copies of the weights, which are written anew before each forward. Dropout and
-/// other random numbers of candle are not drawn by (seed, step, token), so a module with them has
-/// another loss on every layout.
+/// The module reads copies of the weights, which are refreshed before each forward. Candle does not
+/// draw dropout and other random numbers by (seed, step, token), so a module with them has a
+/// different loss on every layout.
 ///
 /// ```
 /// use candle_nn::{Module, linear};
@@ -45,10 +45,10 @@ type Build = dyn Fn(VarBuilder) -> Candle<AnyModule> + Send + Sync;
 pub struct AutogradLayer {
     name: String,
     build: Box<Build>,
-    /// By their names in the module, in the order in which it asks for them.
+    /// Names in the module and ids, in the order of the module's requests.
     params: Vec<(String, ParamId)>,
     each_token: bool,
-    /// Made with the first forward, which knows the device and the dtype.
+    /// Built in the first forward, when the device and the dtype are known.
     built: OnceLock<Built>,
 }
 
@@ -59,11 +59,11 @@ struct Built {
 }
 
 impl AutogradLayer {
-    /// Declares the parameters that `build` asks its builder for, as `{name}.{theirs}`, with the
-    /// initial distribution that it asks for. Matrices have weight decay, vectors have none.
+    /// Declares the parameters that `build` requests, named `{name}.{requested name}`, with the
+    /// requested initial distribution. Matrices have weight decay, vectors have none.
     ///
     /// # Errors
-    /// If the module cannot be built, or asks for a normal distribution whose mean is not 0.
+    /// If the module cannot be built, or requests a normal distribution with a mean other than 0.
     pub fn declare<M: Module + Send + Sync + 'static>(
         name: &str,
         params: &mut ParamsBuilder,
@@ -95,8 +95,8 @@ impl AutogradLayer {
         Ok(Self { name: name.into(), build, params: declared, each_token: false, built })
     }
 
-    /// Says that the module computes every token by itself, as a feed-forward layer does: then it
-    /// may be given a part of each sequence, as context parallelism cuts it.
+    /// Declares that the module computes every token independently, as a feed-forward layer does.
+    /// It can then be given parts of sequences, as context parallelism needs.
     pub fn each_token_by_itself(self) -> Self {
         Self { each_token: true, ..self }
     }
@@ -124,7 +124,7 @@ impl AutogradLayer {
     }
 }
 
-/// What a module was given, and what it made of that: the root of candle's graph.
+/// The input and output of a module: the root of candle's graph.
 struct Graph {
     x: Var,
     y: Tensor,
@@ -166,7 +166,7 @@ impl Layer for AutogradLayer {
         };
         let built = self.built(ctx)?;
         let dy = batch_first(&ctx.tp.exit_backward(&dy)?.0)?;
-        // candle's backward begins with a gradient of ones: that of this sum is dy.
+        // candle's backward starts with a gradient of ones, and the gradient of this sum is dy.
         let grads = (&y * &dy)?.sum_all()?.backward()?;
         for (var, (name, id)) in built.vars.iter().zip(&self.params) {
             let grad = grads.get(var).ok_or_else(|| self.refuse(no_gradient(name)))?;
@@ -191,12 +191,12 @@ fn no_gradient(of: &str) -> String {
     )
 }
 
-/// `[s, b, h]` as `[b, s, h]`, and back.
+/// Converts `[s, b, h]` to `[b, s, h]`, and back.
 fn batch_first(x: &Tensor) -> Result<Tensor> {
     Ok(x.transpose(0, 1)?.contiguous()?)
 }
 
-/// As candle's own [`CandleInit::var`], by place.
+/// The same distributions as candle's [`CandleInit::var`], drawn by element index.
 fn initial(name: &str, init: CandleInit, shape: &Shape) -> Result<Init> {
     Ok(match init {
         CandleInit::Const(0.0) => Init::Zeros,
@@ -222,10 +222,10 @@ fn initial(name: &str, init: CandleInit, shape: &Shape) -> Result<Init> {
     })
 }
 
-/// Parameters that a module asked for.
+/// The parameters that a module requested.
 type Asked = Mutex<Vec<(String, Shape, CandleInit)>>;
 
-/// Notes what a module asks for, and gives it zeros.
+/// Records the requests of a module, and returns zeros.
 struct Recorder(Arc<Asked>);
 
 impl SimpleBackend for Recorder {

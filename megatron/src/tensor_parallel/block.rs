@@ -18,7 +18,7 @@ use crate::params::{ParamId, ParamsBuilder};
 /// The shape of a model's layers.
 #[derive(Clone, Debug)]
 pub struct BlockSpec {
-    /// Of both norms.
+    /// Settings of both norms.
     pub norm: NormSpec,
     /// Between the first norm and its residual.
     pub attention: AttentionSpec,
@@ -43,7 +43,7 @@ struct SavedBlock {
     mlp: SavedMlp,
 }
 
-/// What is saved of everything before the MLP.
+/// The values saved for the backward of everything before the MLP.
 struct FirstHalf {
     x: Stream,
     input_stats: NormStats,
@@ -71,7 +71,7 @@ impl TransformerLayer {
         }
     }
 
-    /// Everything before the MLP; its normalized input.
+    /// Computes everything before the MLP. Returns the MLP's normalized input.
     fn first_half(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, FirstHalf)> {
         let (normed, input_stats) = self.input_norm.forward(&x, ctx)?;
         let join = self.join(&x, DropoutSite::AttentionOutput, ctx)?;
@@ -80,13 +80,13 @@ impl TransformerLayer {
         Ok((normed, FirstHalf { x, input_stats, attention, middle, mlp_stats }))
     }
 
-    /// How the output of attention or MLP joins the residual stream.
+    /// How the output of attention or of the MLP is added to the residual stream.
     fn join<'a>(&self, residual: &'a Stream, site: DropoutSite, ctx: &'a Ctx) -> Result<Join<'a>> {
         Ok(Join::new(residual, ctx.stream_dropout(self.hidden_dropout, self.layer, site)?, ctx))
     }
 
-    /// Gradient of what [`join`](Self::join)s (that of the residual is `dy` itself); accumulates
-    /// the bias's.
+    /// Gradient of the output that [`join`](Self::join) adds; accumulates the bias's gradient. The
+    /// residual's gradient is `dy` itself.
     fn join_backward(
         &self,
         dy: &Stream,

@@ -1,4 +1,4 @@
-//! What a layer needs to know besides its input.
+//! The context of a layer's computation besides its input.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -12,59 +12,58 @@ use crate::context_parallel::ContextParallel;
 use crate::data::{Documents, NamedTensors};
 use crate::params::{ParamId, ParamStore};
 
-/// Training or not.
+/// Training or evaluation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Dropout is on; `step` (from 0) enters its keys.
+    /// Dropout is on; `step` (from 0) is part of its keys.
     Train {
-        /// Steps made before.
+        /// Number of earlier steps.
         step: u64,
     },
     /// Dropout is off.
     Evaluate,
 }
 
-/// One microbatch's surroundings on one rank.
+/// The context of one microbatch on one rank.
 pub struct Ctx<'a> {
     /// The stage's parameters.
     pub params: &'a ParamStore,
-    /// This rank among those that share its layers.
+    /// This rank's place among those that share its layers.
     pub tp: &'a TensorParallel,
-    /// This rank among those that share its sequences.
+    /// This rank's place among those that share its sequences.
     pub cp: &'a ContextParallel,
     /// u32 `[s/cp, b]`: this rank's part of each sequence.
     pub tokens: &'a Tensor,
-    /// u32 `[s/cp, b]`.
+    /// u32 `[s/cp, b]`: the label of each token.
     pub labels: &'a Tensor,
-    /// f32 `[s/cp, b]`.
+    /// f32 `[s/cp, b]`: the weight of each token in the loss.
     pub loss_mask: &'a Tensor,
     /// Index of each of the b samples within the step's global batch.
     pub samples: &'a [u64],
     /// [`MicroBatch::step_and_samples`](crate::data::MicroBatch::step_and_samples)
     pub step_and_samples: Option<&'a Tensor>,
-    /// Where documents begin and end in the sequences, if that changes anything.
+    /// Where documents begin and end in the sequences, if they are treated separately.
     pub documents: &'a Documents,
-    /// What the data has beside tokens: see [`Ctx::tensor`].
+    /// Further tensors of the data: see [`Ctx::tensor`].
     pub named: &'a NamedTensors,
-    /// Decides about dropout.
+    /// Determines whether dropout is on.
     pub phase: Phase,
-    /// The run's; keys of dropout follow from it.
+    /// The run's seed; dropout keys are derived from it.
     pub seed: u64,
-    /// The gradient of what is minimized by every token's loss: `loss_mask` · loss scale / unmasked
-    /// tokens of the global batch, f32 `[s/cp, b]` (f64 for f64). In training, where the head is.
-    /// On the device, since a graph would repeat a number of the host's.
+    /// The gradient of the minimized value with respect to every token's loss: `loss_mask` · loss
+    /// scale / unmasked tokens of the global batch, f32 `[s/cp, b]` (f64 for f64 models). Present
+    /// in training on the stage with the head. It is on the device, because a CUDA graph would
+    /// repeat a number from the host.
     pub loss_weights: Option<&'a Tensor>,
-    /// Where products that make gradients of weights wait for their time; `None`: they are computed
-    /// at once.
+    /// Collects the weight-gradient products for later. `None`: they are computed at once.
     pub later: Option<&'a WeightGradients>,
 }
 
-/// Products that make gradients of weights, `dw += dyᵀ·x`, still to be computed, in the order in
-/// which layers asked for them.
+/// Delayed weight-gradient products, `dw += dyᵀ·x`, in the order of the layers' calls.
 #[derive(Default)]
 pub struct WeightGradients(RefCell<Vec<WeightGradient>>);
 
-/// One of them. It keeps both operands.
+/// One delayed product. It keeps both operands alive.
 struct WeightGradient {
     dy: Tensor,
     x: Tensor,
@@ -72,12 +71,12 @@ struct WeightGradient {
 }
 
 impl WeightGradients {
-    /// Whether a weight's gradient is still to come.
+    /// Whether a product for this weight is still delayed.
     pub fn owes(&self, id: ParamId) -> bool {
         self.0.borrow().iter().any(|product| product.id == id)
     }
 
-    /// Computes all of them, and frees the operands of each.
+    /// Computes all products, and frees the operands of each.
     ///
     /// # Errors
     /// If a kernel fails.
@@ -89,25 +88,25 @@ impl WeightGradients {
     }
 }
 
-/// Where in a layer dropout strikes.
+/// The places in a model where dropout acts.
 #[derive(Clone, Copy, Debug)]
 pub enum DropoutSite {
-    /// Of the embedding's output.
+    /// The embedding's output.
     Embedding = 0,
-    /// Of the probabilities that weight values.
+    /// The attention probabilities.
     AttentionWeights = 1,
-    /// Of what attention adds to the residual stream.
+    /// The output of attention before it is added to the residual stream.
     AttentionOutput = 2,
-    /// Of what the MLP adds to the residual stream.
+    /// The output of the MLP before it is added to the residual stream.
     MlpOutput = 3,
 }
 
 impl Ctx<'_> {
-    /// The positions, within whole sequences, of the residual stream's rows on this rank: a part of
-    /// those of its cp rank where sequence parallelism cuts them, too.
+    /// The positions, within whole sequences, of the residual stream's rows on this rank. Under
+    /// sequence parallelism they are a part of the positions of its cp rank.
     ///
     /// # Errors
-    /// If sequence parallelism cannot cut them evenly.
+    /// If the sequence cannot be split evenly.
     pub fn stream_positions(&self) -> Result<Range<usize>> {
         let part = self.tokens.dim(0)?;
         let length = self.tp.stream_length(part)?;
@@ -115,11 +114,11 @@ impl Ctx<'_> {
         Ok(first..first + length)
     }
 
-    /// The microbatch's tensor of this name, `[b, …]`
+    /// The microbatch's tensor with this name, `[b, …]`
     /// ([`SampleSource::named`](crate::data::SampleSource::named)).
     ///
     /// # Errors
-    /// If there is none: names those that there are.
+    /// If it does not exist; the message lists the names that do.
     pub fn tensor(&self, name: &str) -> Result<&Tensor> {
         self.named.get(name)
     }
@@ -129,7 +128,7 @@ impl Ctx<'_> {
         self.params.weight(id)
     }
 
-    /// The key of a dropout site, or `None` where nothing is dropped.
+    /// The key of a dropout site, or `None` if nothing is dropped.
     pub fn dropout_key(&self, p: f64, layer: usize, site: DropoutSite) -> Option<DropoutKey> {
         match self.phase {
             Phase::Train { step } if p > 0.0 => {
@@ -158,10 +157,10 @@ impl Ctx<'_> {
         Ok(Some(Dropout { p, key, tokens }))
     }
 
-    /// Accumulates the gradient of a product's weight, `dw += dyᵀ·x`, now or
-    /// [`later`](Self::later); every layer that multiplies by a weight does it here. What else a
-    /// layer has a gradient of, it adds to `ctx.params.grad(id)` itself. Neither operand may be written to after this; who reuses
-    /// their memory calls [`weight_grad_now`](Self::weight_grad_now).
+    /// Accumulates a weight's gradient, `dw += dyᵀ·x`, now or [`later`](Self::later). Every layer
+    /// with a weight product must use this function; it adds other gradients to
+    /// `ctx.params.grad(id)` itself. Neither operand may be overwritten afterwards. To reuse their
+    /// memory, call [`weight_grad_now`](Self::weight_grad_now) instead.
     pub fn weight_grad(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
         match self.later {
             Some(later) => {
@@ -172,7 +171,7 @@ impl Ctx<'_> {
         }
     }
 
-    /// As [`weight_grad`](Self::weight_grad), at once under every schedule.
+    /// As [`weight_grad`](Self::weight_grad), but at once under every schedule.
     pub fn weight_grad_now(&self, dy: &Tensor, x: &Tensor, id: ParamId) -> Result<()> {
         self.params.add_weight_grad(id, dy, x)
     }

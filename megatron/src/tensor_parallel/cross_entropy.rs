@@ -1,9 +1,9 @@
-//! Cross entropy over a vocabulary cut over tp, without gathering the logits (Shoeybi et al. 2019
+//! Cross entropy over a vocabulary split over tp, without gathering the logits (Shoeybi et al. 2019
 //! §3).
 //!
-//! Forward: statistics of each rank's logits from one reading, all-reduce of the row maximum, then
-//! of (Σ exp, target logit) moved to it, in fp32. Backward needs no collective. One rank alone
-//! makes both of a row at once. Padding columns take no part.
+//! Forward computes the statistics of each rank's logits in one pass. It all-reduces the row
+//! maximum, then (Σ exp, target logit) relative to that maximum, in fp32. Backward needs no
+//! collective. A single rank does both for a row in one pass. Padding columns are excluded.
 
 use candle_core::Tensor;
 use kernels::ops::cross_entropy::{
@@ -22,13 +22,14 @@ pub struct VocabParallelCrossEntropy {
     spec: VocabSpec,
 }
 
-/// Some tokens to predict.
+/// A set of tokens to predict.
 pub struct Targets {
     /// u32 `[rows]`.
     pub labels: Tensor,
-    /// f32 `[rows]`: what each token's loss counts in the sum.
+    /// f32 `[rows]`: each token's weight in the loss sum.
     pub mask: Tensor,
-    /// f32 `[rows]` (f64 for f64): what it counts in the gradient; see [`Ctx::loss_weights`].
+    /// f32 `[rows]` (f64 for f64 models): each token's weight in the gradient; see
+    /// [`Ctx::loss_weights`].
     pub weights: Option<Tensor>,
 }
 
@@ -39,14 +40,14 @@ impl Targets {
     }
 }
 
-/// What backward needs of the whole vocabulary: `[rows]` each.
+/// Row statistics over the whole vocabulary, `[rows]` each, for backward.
 pub struct RowStats {
     max: Tensor,
     sum_exp: Tensor,
 }
 
 impl VocabParallelCrossEntropy {
-    /// The loss over `spec`'s vocabulary; padding rows take no part.
+    /// The loss over `spec`'s vocabulary; padding rows are excluded.
     pub fn new(spec: &VocabSpec) -> Self {
         Self { spec: spec.clone() }
     }
@@ -74,8 +75,8 @@ impl VocabParallelCrossEntropy {
         Ok(RowStats { max, sum_exp })
     }
 
-    /// Gradient of the logits of the targets' weighted loss: in the place of the logits, or rounded
-    /// into `rounded`, if given.
+    /// Computes the gradient of the weighted loss with respect to the logits: in place, or rounded
+    /// to `rounded`, if given.
     ///
     /// # Errors
     /// If the targets have no weights.

@@ -1,4 +1,5 @@
-//! Layers of multi-layer perceptrons: a linear layer whose output every rank has, and activations.
+//! Layers of multi-layer perceptrons: a linear layer with its output on every rank, and
+//! activations.
 
 use candle_core::Tensor;
 use kernels::ops::activation::{
@@ -12,8 +13,8 @@ use super::linear::{ColumnParallelLinear, LinearSpec};
 use crate::Result;
 use crate::params::{ParamId, ParamsBuilder};
 
-/// `y = x·Wᵀ + b`, cut over tp by output features, which are gathered: torch's `Linear` between
-/// layers of any kind. Input and output are as wide as the stream.
+/// `y = x·Wᵀ + b`, split over tp by output features, which are then gathered. It serves as torch's
+/// `Linear` between layers of any kind. Input and output have the width of the stream.
 pub struct Linear {
     inner: ColumnParallelLinear,
 }
@@ -41,7 +42,7 @@ impl Layer for Linear {
     }
 }
 
-/// An activation function of every element.
+/// An elementwise activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// GELU, tanh approximation.

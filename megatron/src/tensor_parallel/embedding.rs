@@ -1,5 +1,5 @@
-//! Token embedding cut over tp by vocabulary, plus learned positions, normalized in some models
-//! (Shoeybi et al. 2019 §3; Radford et al. 2019; Le Scao et al. 2022).
+//! Token embedding split over tp by vocabulary, plus learned positions, and in some models a
+//! normalization (Shoeybi et al. 2019 §3; Radford et al. 2019; Le Scao et al. 2022).
 
 use candle_core::Tensor;
 use kernels::ops::dropout::{bias_dropout_add, dropout_backward};
@@ -14,12 +14,12 @@ use super::norm::{Norm, NormSpec};
 use crate::Result;
 use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 
-/// The vocabulary of a model: both ends need it.
+/// The vocabulary of a model; the embedding and the head both use it.
 #[derive(Clone, Debug)]
 pub struct VocabSpec {
     /// Tokens, without padding.
     pub vocab_size: usize,
-    /// Vocabulary padded with zero rows to a multiple of divisor · tp.
+    /// Vocabulary size, padded with zero rows to a multiple of divisor · tp.
     pub padded: usize,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -27,12 +27,12 @@ pub struct VocabSpec {
     pub init_std: f64,
     /// Whether the output matrix is the token embedding.
     pub tied: bool,
-    /// Ranks that rows are cut over.
+    /// Number of ranks that rows are split over.
     pub tp: usize,
 }
 
 impl VocabSpec {
-    /// The token embedding, which is also the output matrix where they are tied.
+    /// The token embedding. If `tied`, it is also the output matrix.
     pub fn embedding_param(&self) -> ParamSpec {
         ParamSpec {
             name: "embedding.word_embeddings.weight".into(),
@@ -46,12 +46,12 @@ impl VocabSpec {
         }
     }
 
-    /// First row of the vocabulary that tp rank `rank` holds.
+    /// First vocabulary row of tp rank `rank`.
     pub fn first_row(&self, rank: usize) -> usize {
         rank * (self.padded / self.tp)
     }
 
-    /// Rows of tp rank `rank` that are not padding.
+    /// Number of rows of tp rank `rank` that are not padding.
     pub fn valid_rows(&self, rank: usize) -> usize {
         self.vocab_size.saturating_sub(self.first_row(rank)).min(self.padded / self.tp)
     }
@@ -67,12 +67,12 @@ pub struct Embedding {
     dropout: f64,
 }
 
-/// What backward needs: the normalization's input and statistics, if there is one.
+/// Values for backward: the normalization's input and statistics, if there is a normalization.
 type SavedEmbedding = Option<(Stream, NormStats)>;
 
 impl Embedding {
-    /// `positions`: rows of the learned position embedding, if the model has one. `norm`: of the
-    /// sum, if it is normalized.
+    /// `positions`: rows of the learned position embedding, if the model has one. `norm`: the
+    /// normalization of the sum, if the model has one.
     pub fn declare(
         spec: &VocabSpec,
         positions: Option<usize>,
@@ -98,7 +98,7 @@ impl Embedding {
         Self { word, position, norm, spec: spec.clone(), dropout }
     }
 
-    /// u32 `[rows of the residual stream, b]`: the position of each.
+    /// u32 `[rows of the residual stream, b]`: the position of each token.
     fn positions(&self, ctx: &Ctx) -> Result<Tensor> {
         let (rows, batch) = (ctx.stream_positions()?, ctx.tokens.dim(1)?);
         if let Some(positions) = &ctx.documents.positions {
@@ -133,7 +133,7 @@ impl Embedding {
 }
 
 impl Input for Embedding {
-    /// Tokens → residual stream.
+    /// From tokens to the residual stream.
     fn forward(&self, ctx: &Ctx) -> Result<(Stream, Saved)> {
         let (x, saved) = self.embed(&self.positions(ctx)?, ctx)?;
         Ok((x, Saved::new(saved)))
@@ -168,7 +168,7 @@ impl Input for Embedding {
         [self.word].into_iter().chain(self.position).chain(norm).collect()
     }
 
-    /// Without sequence parallelism.
+    /// Runs without sequence parallelism.
     fn decode(&self, starts: &[usize], ctx: &Ctx) -> Result<Stream> {
         let (seq, batch) = ctx.tokens.dims2()?;
         let ids: Vec<u32> =

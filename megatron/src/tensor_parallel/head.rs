@@ -1,9 +1,9 @@
-//! The last layer of a model: final normalization, output projection cut over tp by vocabulary,
-//! loss.
+//! The last layer of a model: final normalization, output projection split over tp by vocabulary,
+//! and loss.
 //!
-//! Logits are made for some rows at a time, and in training turned at once into their gradient and
-//! its two products, so that the logits of a microbatch are never whole in memory. Training's
-//! backward of this layer is therefore part of its forward.
+//! Logits are computed for a chunk of rows at a time, so that the logits of a microbatch never
+//! exist as a whole. In training each chunk is at once turned into its gradient and the two
+//! products with it. Training's backward of this layer is therefore part of its forward.
 
 use candle_core::{DType, Device, Tensor};
 use kernels::ops::linear::{linear_dgrad_into, linear_into, linear_to_f32};
@@ -19,17 +19,16 @@ use super::norm::{Norm, NormSpec};
 use crate::params::{ParamId, ParamSpec, ParamsBuilder};
 use crate::{Error, Result};
 
-/// Most rows whose logits are there at a time: on a CPU, and on a GPU, which has more to do at
-/// once.
+/// Maximum rows of logits at a time, on a CPU and on a GPU. A GPU needs more parallel work.
 const ROWS: [usize; 2] = [512, 4096];
-/// Most bytes of logits at a time, if that leaves `FEWEST_ROWS`. Every chunk reads the output
-/// matrix twice and its gradient once, and writes the latter: 128 rows of GPT-2's 50304 columns
-/// move ten times their own bytes.
+/// Maximum bytes of logits at a time, unless `FEWEST_ROWS` need more. Every chunk reads the output
+/// matrix twice and reads and writes its gradient once: 128 rows of GPT-2's 50304 columns move ten
+/// times their own bytes.
 const BYTES: [usize; 2] = [128 << 20, 1 << 30];
-/// Fewer rows would make the products slow.
+/// Minimum rows of logits at a time, because fewer rows make the products slow.
 const FEWEST_ROWS: usize = 64;
-/// Columns that are added to rows that would crowd a CPU's caches, and stay 0 in their gradient: a
-/// cache line of 16-bit numbers.
+/// Columns added to rows whose width would cause conflicts in a CPU's caches: one cache line of
+/// 16-bit numbers. They stay 0 in the gradient.
 const PADDING: usize = 32;
 
 /// Normalization, output matrix and loss.
@@ -41,8 +40,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// Declares the final norm and the output matrix, or a second use of the token
-    /// embedding where `spec` ties them.
+    /// Declares the final norm and the output matrix. If `spec` ties them, the output matrix is a
+    /// second use of the token embedding.
     pub fn declare(spec: &VocabSpec, norm: &NormSpec, params: &mut ParamsBuilder) -> Self {
         let norm = Norm::declare("decoder.final_layernorm", norm, params);
         let embedding = spec.embedding_param();
@@ -54,8 +53,8 @@ impl Head {
         Self { norm, output, loss: VocabParallelCrossEntropy::new(spec), spec: spec.clone() }
     }
 
-    /// Σ token losses of the normalized stream. With `dinput`, fills it with the gradient of
-    /// `input` and accumulates the output matrix's.
+    /// Σ token losses of the normalized stream. With `dinput`, writes the gradient of `input` to it
+    /// and accumulates the output matrix's gradient.
     fn project(&self, input: &Replicated, dinput: Option<&Partial>, ctx: &Ctx) -> Result<Tensor> {
         let (seq, batch, hidden) = input.0.dims3()?;
         let rows = seq * batch;
@@ -65,7 +64,7 @@ impl Head {
         let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
         let (weight, columns, device) =
             (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
-        // The same memory for all chunks: their logits, and the gradient of these where it is
+        // All chunks reuse this memory: for their logits, and for the logits' gradient if it is
         // rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (step, width) = logits_room(columns, wide, device);
@@ -93,7 +92,7 @@ impl Head {
                 rounded.as_ref().map(|t| t.narrow(0, 0, count)).transpose()?.map(FeatureSharded);
             self.loss.forward_and_backward(&logits, rounded.as_ref(), &targets, &loss_sum, ctx)?;
             let dlogits = rounded.unwrap_or(logits).0.narrow(1, 0, columns)?;
-            // The next rows take the memory of these.
+            // The product runs now, because the next chunk overwrites its operand.
             ctx.weight_grad_now(&dlogits, &x, self.output)?;
             linear_dgrad_into(&dlogits, weight, &dxs.narrow(0, first, count)?)?;
         }
@@ -102,7 +101,7 @@ impl Head {
 }
 
 impl Output for Head {
-    /// Losses of the residual stream's predictions; in training also all gradients of this layer.
+    /// Computes the losses; in training also all gradients of this layer.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Tensor, Saved)> {
         let (normed, stats) = self.norm.forward(&x, ctx)?;
         let input = ctx.tp.enter(&normed)?;
@@ -118,10 +117,10 @@ impl Output for Head {
         Ok((loss_sum, Saved::new(Some(dx))))
     }
 
-    /// Gradient of the residual stream; forward has made it.
+    /// Gradient of the residual stream, which forward has already computed.
     ///
     /// # Errors
-    /// If forward was not in training.
+    /// If forward did not run in training.
     fn backward(&self, saved: Saved, _: &Ctx) -> Result<Stream> {
         let dx: Option<Stream> = saved.take()?;
         dx.ok_or_else(|| Error::config("internal error: backward of an evaluation"))
@@ -152,15 +151,15 @@ impl Output for Head {
     }
 }
 
-/// Rows whose logits over `columns` of the vocabulary, of dtype `wide`, are made at a time, and the
-/// elements from one of them to the next.
+/// The number of rows whose logits are computed at a time, and the distance between rows in
+/// elements, for `columns` of the vocabulary and logits of dtype `wide`.
 pub fn logits_room(columns: usize, wide: DType, device: &Device) -> (usize, usize) {
     let crowded = device.is_cpu() && rows_crowd(columns * wide.size_in_bytes());
     (rows_at_a_time(columns, device.is_cuda()), columns + if crowded { PADDING } else { 0 })
 }
 
-/// As [`logits_room`]: a function of device and cut over tp alone, so that sums over rows
-/// are the same in every pipeline.
+/// The first value of [`logits_room`]. It depends only on the device and on tp, so that sums over
+/// rows are the same in every pipeline.
 fn rows_at_a_time(columns: usize, gpu: bool) -> usize {
     let fit = BYTES[usize::from(gpu)] / (size_of::<f32>() * columns.max(1));
     (fit / FEWEST_ROWS * FEWEST_ROWS).clamp(FEWEST_ROWS, ROWS[usize::from(gpu)])

@@ -1,4 +1,4 @@
-//! What a stage is made of: an input, layers of the residual stream, an output.
+//! The parts of a stage: an input, layers of the residual stream, and an output.
 
 use std::any::Any;
 
@@ -9,7 +9,7 @@ use super::layout::Stream;
 use crate::params::ParamId;
 use crate::{Error, Result};
 
-/// What a layer keeps from forward for its backward.
+/// The values that a layer saves in forward for its backward.
 pub struct Saved(Box<dyn Any + Send>);
 
 impl Saved {
@@ -18,10 +18,10 @@ impl Saved {
         Self(Box::new(value))
     }
 
-    /// The value that `new` was given.
+    /// The value that was given to `new`.
     ///
     /// # Errors
-    /// If it is of another type: the engine paired a layer with another layer's activations.
+    /// If it has another type: the engine then paired a layer with the activations of another one.
     pub fn take<T: 'static>(self) -> Result<T> {
         match self.0.downcast() {
             Ok(value) => Ok(*value),
@@ -34,12 +34,12 @@ impl Saved {
 
 /// A layer of the residual stream with an explicit backward.
 ///
-/// `backward` consumes what `forward` saved and accumulates parameter gradients into the store's
-/// main gradients, or has [`Ctx::weight_grad`] do so later.
+/// `backward` consumes what `forward` saved. It accumulates parameter gradients into the store's
+/// main gradients, or leaves this to [`Ctx::weight_grad`].
 ///
-/// Below, a feed-forward network with a backward of its own, cut over tp as Megatron-LM's.
-/// [`AutogradLayer`](super::AutogradLayer) leaves backward to candle instead;
-/// `examples/custom_layer.rs` puts one behind each layer of a GPT.
+/// The example is a feed-forward network with its own backward, split over tp as in Megatron-LM.
+/// [`AutogradLayer`](super::AutogradLayer) uses candle's backward instead;
+/// `examples/custom_layer.rs` adds one after each layer of a GPT.
 ///
 /// ```
 /// use megatron::Result;
@@ -90,69 +90,72 @@ impl Saved {
 /// assert_eq!(layer.params().len(), 4, "two weights, two biases");
 /// ```
 pub trait Layer: Send + Sync {
-    /// The layer's output and what its backward needs.
+    /// Returns the layer's output and the values for its backward.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)>;
-    /// What backward needs, bit for bit as `forward` made it, without the output, which nobody
-    /// needs a second time. By default the whole forward.
+    /// Recomputes the values for backward, bitwise as `forward` computed them, without the output,
+    /// which is not needed again. By default it runs the whole forward.
     fn recompute(&self, x: Stream, ctx: &Ctx) -> Result<Saved> {
         Ok(self.forward(x, ctx)?.1)
     }
-    /// The gradient of the layer's input.
+    /// Returns the gradient of the layer's input.
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<Stream>;
-    /// Room for what the layer remembers of `positions` tokens of `batch` samples while generating.
+    /// Allocates the cache for `positions` tokens of `batch` samples in generation.
     ///
     /// # Errors
-    /// By default: a layer that does not say how cannot generate.
+    /// By default: a layer without an implementation cannot generate.
     fn cache(&self, _positions: usize, _batch: usize, _ctx: &Ctx) -> Result<Tensor> {
         Err(no_generation("layers"))
     }
-    /// The layer's output for the next tokens of each sample: sample i's first one has position
-    /// `starts[i]` and sees those before it in the cache. Without sequence parallelism or dropout.
+    /// The layer's output for the next tokens of each sample. Sample i's first token has position
+    /// `starts[i]` and sees the tokens before it in the cache. Runs without sequence parallelism
+    /// and dropout.
     ///
     /// # Errors
     /// By default, as [`cache`](Self::cache).
     fn decode(&self, _x: Stream, _cache: &Tensor, _starts: &[usize], _ctx: &Ctx) -> Result<Stream> {
         Err(no_generation("layers"))
     }
-    /// Every parameter whose gradient is complete once `backward` returned and what it left to
-    /// [`Ctx::later`] is computed.
+    /// Every parameter whose gradient is complete after `backward` has returned and its products in
+    /// [`Ctx::later`] are computed.
     fn params(&self) -> Vec<ParamId>;
 }
 
-/// What makes the residual stream of a microbatch, on the first virtual stage: the embedding of a
-/// language model, the first projection of features.
+/// Produces the residual stream of a microbatch on the first virtual stage: the embedding of a
+/// language model, or the first projection of features.
 pub trait Input: Send + Sync {
-    /// The stream, and what backward needs.
+    /// Returns the stream and the values for backward.
     fn forward(&self, ctx: &Ctx) -> Result<(Stream, Saved)>;
-    /// Accumulates the gradients of the input's parameters, given the stream's.
+    /// Accumulates the gradients of the input's parameters, given the stream's gradient.
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<()>;
-    /// Every parameter whose gradient is complete once `backward` returned.
+    /// Every parameter whose gradient is complete after `backward` has returned.
     fn params(&self) -> Vec<ParamId>;
-    /// The stream of the next tokens of each sample, the first of which has position `starts[i]`.
+    /// The stream of the next tokens of each sample; sample i's first token has position
+    /// `starts[i]`.
     ///
     /// # Errors
-    /// By default: an input that does not say how cannot generate.
+    /// By default: an input without an implementation cannot generate.
     fn decode(&self, _starts: &[usize], _ctx: &Ctx) -> Result<Stream> {
         Err(no_generation("input"))
     }
 }
 
-/// What makes a loss of the residual stream, on the last virtual stage: a vocabulary head, a
-/// classifier, a regression.
+/// Computes a loss from the residual stream on the last virtual stage: a vocabulary head, a
+/// classifier, or a regression.
 pub trait Output: Send + Sync {
-    /// Σ of the microbatch's losses, each by its weight in `ctx.loss_mask`: f64 `[1]`, on the
-    /// stream's device, the same on every tp rank; and what backward needs. Gradients are of the
-    /// sum of each loss times its weight in `ctx.loss_weights`.
+    /// Returns Σ of the microbatch's losses, each weighted by `ctx.loss_mask`: f64 `[1]`, on the
+    /// stream's device, the same on every tp rank. Also returns the values for backward. Gradients
+    /// are those of the sum weighted by `ctx.loss_weights` instead.
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Tensor, Saved)>;
-    /// The gradient of the stream; the output's own parameters' are accumulated.
+    /// Returns the gradient of the stream, and accumulates the gradients of the output's
+    /// parameters.
     fn backward(&self, saved: Saved, ctx: &Ctx) -> Result<Stream>;
-    /// Every parameter whose gradient is complete once `backward` returned.
+    /// Every parameter whose gradient is complete after `backward` has returned.
     fn params(&self) -> Vec<ParamId>;
     /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
     /// every tp rank, without padding.
     ///
     /// # Errors
-    /// By default: an output that has no logits cannot generate.
+    /// By default: an output without logits cannot generate.
     fn logits_at(&self, _x: &Stream, _rows: &[usize], _ctx: &Ctx) -> Result<Tensor> {
         Err(no_generation("output"))
     }

@@ -1,6 +1,7 @@
-//! How an activation lies over tp, as types: a forgotten or doubled all-reduce does not compile.
+//! The distribution of an activation over tp, as types: a forgotten or doubled all-reduce does not
+//! compile.
 //!
-//! The only ways from one to another are the operators in [`super::mappings`].
+//! Only the operators in [`super::mappings`] convert one type to another.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -11,7 +12,7 @@
 //! # fn main() -> megatron::Result<()> {
 //! let whole = threads::run(2, |group| {
 //!     let tp = TensorParallel::new(group, false);
-//!     // One token's two features: the first is rank 0's, the second rank 1's.
+//!     // One token's two features: the first is on rank 0, the second on rank 1.
 //!     let own = Tensor::new(&[[[10.0 + tp.rank() as f32]]], &Device::Cpu)?;
 //!     let Stream(all) = tp.gather_features(&FeatureSharded(own))?;
 //!     Ok(all.flatten_all()?.to_vec1::<f32>()?)
@@ -27,7 +28,7 @@ use candle_core::Tensor;
 #[derive(Clone, Debug)]
 pub struct Replicated(pub Tensor);
 
-/// `[s, b, h]`, a term of a sum over tp that is still owed.
+/// `[s, b, h]`, one term of a sum over tp that is not computed yet.
 #[derive(Clone, Debug)]
 pub struct Partial(pub Tensor);
 
@@ -35,7 +36,7 @@ pub struct Partial(pub Tensor);
 #[derive(Clone, Debug)]
 pub struct FeatureSharded(pub Tensor);
 
-/// The residual stream: `[s/tp, b, h]`, this rank's part of the sequence, under sequence
-/// parallelism; `[s, b, h]`, the same on every rank, without.
+/// The residual stream. With sequence parallelism: `[s/tp, b, h]`, this rank's part of the
+/// sequence. Without: `[s, b, h]`, the same on every rank.
 #[derive(Clone, Debug)]
 pub struct Stream(pub Tensor);

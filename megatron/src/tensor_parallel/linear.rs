@@ -1,7 +1,8 @@
-//! Linear layers cut over tp (Shoeybi et al. 2019, §3): column-parallel by output, row-parallel by
-//! input features.
+//! Linear layers split over tp (Shoeybi et al. 2019, §3): column-parallel by output features,
+//! row-parallel by input features.
 //!
-//! Weights are `[out, in]`. The two are used in pairs, so that one sum over tp serves both.
+//! Weights are `[out, in]`. The two kinds are used in pairs, so that one sum over tp suffices for
+//! both.
 
 use std::cell::OnceCell;
 
@@ -14,7 +15,7 @@ use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::Result;
 use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 
-/// What both kinds of linear layer need to declare their parameters.
+/// The parameters of a linear layer of either kind.
 pub struct LinearSpec {
     /// Prefix of the parameter names, without `.weight`.
     pub name: String,
@@ -22,7 +23,7 @@ pub struct LinearSpec {
     pub in_features: usize,
     /// Rows of the weight, over all tp ranks.
     pub out_features: usize,
-    /// Whether there is one.
+    /// Whether it has a bias.
     pub bias: bool,
     /// Standard deviation of the initial weights.
     pub init_std: f64,
@@ -62,14 +63,15 @@ impl LinearSpec {
     }
 }
 
-/// `y = x·Wᵀ + b` with W cut by rows: every rank computes its share of the output features.
+/// `y = x·Wᵀ + b`, with W split by rows: every rank computes its share of the output features.
 pub struct ColumnParallelLinear {
     weight: ParamId,
     bias: Option<ParamId>,
 }
 
 impl ColumnParallelLinear {
-    /// `parts`: equal sections of the output that are each cut over tp (2 for gate|up, else 1).
+    /// `parts`: number of equal sections of the output that are each split over tp (2 for gate|up,
+    /// else 1).
     pub fn declare(spec: &LinearSpec, parts: usize, params: &mut ParamsBuilder) -> Self {
         let partition = Partition::Split { dim: 0, parts };
         let weight = params.declare(spec.weight(partition));
@@ -83,7 +85,7 @@ impl ColumnParallelLinear {
         Ok(FeatureSharded(kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
     }
 
-    /// As [`forward`](Self::forward), and GELU of it.
+    /// As [`forward`](Self::forward), and also returns GELU of the output.
     pub fn forward_gelu(
         &self,
         x: &Replicated,
@@ -94,12 +96,13 @@ impl ColumnParallelLinear {
         Ok((FeatureSharded(h), FeatureSharded(y)))
     }
 
-    /// Gradients of weight and bias, and that of the residual stream `input` that entered before
-    /// this layer.
+    /// Computes the gradients of weight and bias, and returns that of the residual stream `input`
+    /// before this layer.
     ///
-    /// The input is gathered while its gradient is computed, and that gradient is summed over tp
-    /// while the weight's is computed, as in Megatron-LM's
-    /// `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022).
+    /// Communication overlaps with computation, as in Megatron-LM's
+    /// `LinearWithGradAccumulationAndAsyncCommunication` (Korthikanti et al. 2022): the input is
+    /// gathered while its gradient is computed, and that gradient is summed over tp while the
+    /// weight's gradient is computed.
     pub fn backward(&self, dy: &FeatureSharded, input: &Stream, ctx: &Ctx) -> Result<Stream> {
         let x = ctx.tp.begin_enter(input)?;
         let dx = Partial(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
@@ -110,31 +113,32 @@ impl ColumnParallelLinear {
         dx.finish()
     }
 
-    /// The weight, and the bias where there is one.
+    /// The weight, and the bias if there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }
 }
 
-/// What the output of a [`RowParallelLinear`] becomes a part of: residual + dropout(output).
+/// The residual connection that a [`RowParallelLinear`] output is added to: residual +
+/// dropout(output).
 pub struct Join<'a> {
     residual: &'a Stream,
     dropout: Option<Dropout<'a>>,
-    /// Whether the product and the addition are one operation: nothing comes between them.
+    /// Whether the product and the addition are one operation, because nothing comes between them.
     by_product: bool,
     place: OnceCell<Tensor>,
 }
 
 impl<'a> Join<'a> {
-    /// The output will be added to `residual`, after `dropout` where that is given.
+    /// The output will be added to `residual`, after `dropout` if it is given.
     pub fn new(residual: &'a Stream, dropout: Option<Dropout<'a>>, ctx: &Ctx) -> Self {
         let by_product = ctx.tp.size() == 1 && dropout.is_none();
         Self { residual, dropout, by_product, place: OnceCell::new() }
     }
 
-    /// Memory for the result of a product that adds the residual, which is taken with the first
-    /// call: before memory for what the output is made of and nobody keeps, since it would lie
-    /// behind that.
+    /// Memory for the result of a product that includes the residual addition; the first call
+    /// allocates it. Call it before allocating temporary operands of that product: the lasting
+    /// result then does not lie behind temporary memory.
     pub fn place(&self) -> Result<Option<&Tensor>> {
         let x = &self.residual.0;
         if self.by_product && self.place.get().is_none() {
@@ -144,17 +148,17 @@ impl<'a> Join<'a> {
     }
 }
 
-/// `y = x·Wᵀ + b` with W cut by columns: every rank multiplies its share of the input features, the
-/// sum over tp is owed. The bias is added once, after the sum (fused with dropout and the
-/// residual).
+/// `y = x·Wᵀ + b`, with W split by columns: every rank multiplies its share of the input features,
+/// and the result must be summed over tp. The bias is added once, after the sum (fused with dropout
+/// and the residual).
 pub struct RowParallelLinear {
     weight: ParamId,
     bias: Option<ParamId>,
 }
 
 impl RowParallelLinear {
-    /// `sequence_parallel`: the bias acts on one rank's tokens only, so its gradient is partial
-    /// over tp.
+    /// With `sequence_parallel` the bias acts on this rank's tokens only, so its gradient is
+    /// partial over tp.
     pub fn declare(spec: &LinearSpec, sequence_parallel: bool, params: &mut ParamsBuilder) -> Self {
         let weight = params.declare(spec.weight(Partition::Split { dim: 1, parts: 1 }));
         let bias =
@@ -162,7 +166,8 @@ impl RowParallelLinear {
         Self { weight, bias }
     }
 
-    /// `[s, b, in/tp]` → the residual stream, `[s, b, out]`: the sum over tp with its bias, joined.
+    /// `[s, b, in/tp]` → the residual stream, `[s, b, out]`: the sum over tp plus bias, added to
+    /// the residual.
     pub fn forward(&self, x: &FeatureSharded, join: &Join, ctx: &Ctx) -> Result<Stream> {
         let (weight, bias) = (ctx.weight(self.weight), self.bias.map(|id| ctx.weight(id)));
         let (residual, dropout) = (&join.residual.0, join.dropout.as_ref());
@@ -174,8 +179,8 @@ impl RowParallelLinear {
         Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
     }
 
-    /// `[s, b, in/tp]` → `[s, b, out]` cut as the residual stream is: the sum over tp with its bias,
-    /// joined to nothing.
+    /// `[s, b, in/tp]` → `[s, b, out]`, split like the residual stream: the sum over tp plus bias,
+    /// without a residual.
     pub fn project(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
         let bias = self.bias.map(|id| ctx.weight(id));
         Ok(Stream(bias_dropout_add(&self.sum(x, ctx)?.0, bias, None, None)?))
@@ -187,8 +192,8 @@ impl RowParallelLinear {
         ctx.tp.exit(Partial(y))
     }
 
-    /// Gradient of the input `x` of [`project`](Self::project); those of weight and bias are
-    /// accumulated.
+    /// Returns the gradient of the input `x` of [`project`](Self::project), and accumulates those
+    /// of weight and bias.
     pub fn project_backward(
         &self,
         dy: &Stream,
@@ -202,7 +207,7 @@ impl RowParallelLinear {
         self.backward_input(&whole, ctx)
     }
 
-    /// The bias, where there is one.
+    /// The bias, if there is one.
     pub fn bias(&self) -> Option<ParamId> {
         self.bias
     }
@@ -212,7 +217,7 @@ impl RowParallelLinear {
         Ok(FeatureSharded(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
     }
 
-    /// Gradient of `h` where the input is GELU of it.
+    /// Gradient of `h`, when the input is GELU of `h`.
     pub fn backward_input_gelu(
         &self,
         dy: &Replicated,
@@ -226,7 +231,7 @@ impl RowParallelLinear {
         )?))
     }
 
-    /// As [`backward_input_gelu`](Self::backward_input_gelu), and the input again.
+    /// As [`backward_input_gelu`](Self::backward_input_gelu), and also recomputes the input.
     pub fn backward_input_gelu_again(
         &self,
         dy: &Replicated,
@@ -242,7 +247,7 @@ impl RowParallelLinear {
         ctx.weight_grad(&dy.0, &x.0, self.weight)
     }
 
-    /// The weight, and the bias where there is one.
+    /// The weight, and the bias if there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }

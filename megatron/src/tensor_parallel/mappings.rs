@@ -5,9 +5,10 @@
 //! | [`enter`](TensorParallel::enter) (f) | identity | all-gather over s | [`enter_backward`](TensorParallel::enter_backward): all-reduce / reduce-scatter |
 //! | [`exit`](TensorParallel::exit) (g) | all-reduce | reduce-scatter over s | [`exit_backward`](TensorParallel::exit_backward): identity / all-gather |
 //!
-//! Each may be begun before a computation that does not need its result and finished after it
-//! ([`Begun`]), where the group says that this pays
-//! ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); else beginning waits, too.
+//! Each operator can be begun before a computation that does not need its result, and finished
+//! after it ([`Begun`]). Overlap happens only where the group reports a benefit
+//! ([`Communicator::overlaps`](crate::comm::Communicator::overlaps)); otherwise beginning already
+//! waits.
 //!
 //! Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2.2 (g and ḡ).
 //!
@@ -18,7 +19,7 @@
 //! use megatron::tensor_parallel::layout::{Partial, Stream};
 //!
 //! # fn main() -> megatron::Result<()> {
-//! // y = W₂·relu(W₁·x): W₁ is cut by rows, W₂ by columns; ranks exchange one sum.
+//! // y = W₂·relu(W₁·x): W₁ is split by rows, W₂ by columns; ranks exchange one sum.
 //! let x = Tensor::new(&[[[1f32, 2.0]]], &Device::Cpu)?; // [s, b, h]
 //! let w1 = Tensor::new(&[[1f32, 1.0], [1.0, -1.0]], &Device::Cpu)?;
 //! let w2 = Tensor::new(&[[1f32, 5.0], [2.0, 5.0]], &Device::Cpu)?;
@@ -44,7 +45,7 @@ use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::comm::{Group, ReduceOp, Work};
 use crate::{Error, Result};
 
-/// An activation on its way from one layout to another.
+/// An activation in transfer from one layout to another.
 #[must_use = "the activation is there after finish()"]
 pub struct Begun<L> {
     value: L,
@@ -52,10 +53,10 @@ pub struct Begun<L> {
 }
 
 impl<L> Begun<L> {
-    /// Waits for it.
+    /// Waits for the activation.
     ///
     /// # Errors
-    /// If a peer was lost, or called something else.
+    /// If a peer was lost, or called another operation.
     pub fn finish(self) -> Result<L> {
         self.work.wait()?;
         Ok(self.value)
@@ -85,17 +86,17 @@ impl TensorParallel {
         &self.group
     }
 
-    /// This rank's number among them, from 0.
+    /// This rank's index in the group, from 0.
     pub fn rank(&self) -> usize {
         self.group.rank()
     }
 
-    /// Their number, tp.
+    /// tp: the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.group.size()
     }
 
-    /// Whether the residual stream is cut along the sequence.
+    /// Whether the residual stream is split along the sequence.
     pub fn sequence_parallel(&self) -> bool {
         self.sequence_parallel
     }
@@ -103,7 +104,7 @@ impl TensorParallel {
     /// Length of the residual stream on this rank for sequences of `s` tokens.
     ///
     /// # Errors
-    /// If sequence parallelism cannot cut `s` evenly.
+    /// If sequence parallelism cannot split `s` evenly.
     pub fn stream_length(&self, s: usize) -> Result<usize> {
         if !self.sequence_parallel {
             return Ok(s);
@@ -117,12 +118,12 @@ impl TensorParallel {
         Ok(s / self.size())
     }
 
-    /// First position of the residual stream on this rank.
+    /// Position of the residual stream's first row on this rank.
     pub fn stream_offset(&self, stream_length: usize) -> usize {
         if self.sequence_parallel { self.rank() * stream_length } else { 0 }
     }
 
-    /// From the residual stream into a tensor-parallel region.
+    /// Enters a tensor-parallel region from the residual stream.
     pub fn enter(&self, x: &Stream) -> Result<Replicated> {
         self.begin_enter(x)?.finish()
     }
@@ -142,7 +143,7 @@ impl TensorParallel {
         Ok(self.sum(dx.0)?.map(Stream))
     }
 
-    /// From a tensor-parallel region back to the residual stream.
+    /// Leaves a tensor-parallel region to the residual stream.
     pub fn exit(&self, y: Partial) -> Result<Stream> {
         self.sum(y.0)?.map(Stream).finish()
     }
@@ -157,8 +158,8 @@ impl TensorParallel {
         Ok(self.gather_sequence(&dy.0)?.map(Replicated))
     }
 
-    /// The residual stream of features that ranks share: `[s, b, h/tp]` of every rank side by side,
-    /// of which this rank keeps its part of the sequence.
+    /// Gathers features to the residual stream: concatenates the `[s, b, h/tp]` of every rank, of
+    /// which this rank keeps its part of the sequence.
     pub fn gather_features(&self, y: &FeatureSharded) -> Result<Stream> {
         let tp = self.size();
         if tp == 1 {
@@ -172,15 +173,15 @@ impl TensorParallel {
         Ok(Stream(own.permute((1, 2, 0, 3))?.contiguous()?.reshape((length, b, tp * width))?))
     }
 
-    /// Backward of [`gather_features`](Self::gather_features): this rank's features of the whole
-    /// sequence. Every rank has the whole gradient of its positions, so nothing is summed.
+    /// Backward of [`gather_features`](Self::gather_features): this rank's features for the whole
+    /// sequence. Every rank has the complete gradient of its positions, so nothing is summed.
     pub fn gather_features_backward(&self, dy: &Stream) -> Result<FeatureSharded> {
         let whole = self.gather_sequence(&dy.0)?.finish()?;
         let width = whole.dim(2)? / self.size();
         Ok(FeatureSharded(whole.narrow(2, self.rank() * width, width)?.contiguous()?))
     }
 
-    /// This rank's part of the sequence of what every rank has whole.
+    /// This rank's part of the sequence, taken from a replicated tensor.
     pub fn own_positions(&self, x: &Replicated) -> Result<Stream> {
         let length = self.stream_length(x.0.dim(0)?)?;
         Ok(Stream(x.0.narrow(0, self.stream_offset(length), length)?.contiguous()?))

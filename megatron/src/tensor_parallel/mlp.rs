@@ -17,17 +17,18 @@ pub struct MlpSpec {
     pub hidden: usize,
     /// Width between the two products.
     pub ffn: usize,
-    /// SwiGLU in place of GELU.
+    /// Whether the activation is SwiGLU instead of GELU.
     pub swiglu: bool,
-    /// Biases of both products.
+    /// Whether both products have a bias.
     pub bias: bool,
     /// Standard deviation of the initial weights of the first product.
     pub init_std: f64,
-    /// The same of the second, which writes into the residual stream.
+    /// Standard deviation of the initial weights of the second product, which writes into the
+    /// residual stream.
     pub output_init_std: f64,
-    /// Whether the residual stream is cut along the sequence over tp.
+    /// Whether the residual stream is split along the sequence over tp.
     pub sequence_parallel: bool,
-    /// Compute the activation function again in backward.
+    /// Whether backward recomputes the activation function.
     pub recompute_activation: bool,
 }
 
@@ -43,7 +44,7 @@ pub struct Mlp {
 pub struct SavedMlp {
     input: Stream,
     hidden: Tensor,
-    /// `None` if it is computed again.
+    /// `None` if it is recomputed.
     activated: Option<Tensor>,
 }
 
@@ -81,12 +82,12 @@ impl Mlp {
         })
     }
 
-    /// The bias of the output projection, whose gradient the caller makes.
+    /// The bias of the output projection. The caller must compute its gradient.
     pub fn output_bias(&self) -> Option<ParamId> {
         self.fc2.bias()
     }
 
-    /// From the normalized stream to the residual stream that the output joins.
+    /// From the normalized stream to the residual stream after adding the output.
     pub fn forward(&self, input: Stream, join: &Join, ctx: &Ctx) -> Result<(Stream, SavedMlp)> {
         let (hidden, activated) = self.hidden(&input, Some(join), ctx)?;
         let y = self.fc2.forward(&activated, join, ctx)?;
@@ -94,7 +95,7 @@ impl Mlp {
         Ok((y, SavedMlp { input, hidden, activated }))
     }
 
-    /// What [`forward`](Self::forward) saves, without the output projection.
+    /// Recomputes what [`forward`](Self::forward) saves, without the output projection.
     pub fn recompute(&self, input: Stream, ctx: &Ctx) -> Result<SavedMlp> {
         if self.recompute_activation {
             let hidden = self.fc1.forward(&ctx.tp.enter(&input)?, ctx)?.0;
@@ -104,8 +105,8 @@ impl Mlp {
         Ok(SavedMlp { input, hidden, activated: Some(activated.0) })
     }
 
-    /// Both sides of the activation function, of which the second may not be kept: the place of
-    /// what is made of it comes first.
+    /// The input and output of the activation function. The output may be temporary, so the memory
+    /// for the MLP's result is allocated before it.
     fn hidden(
         &self,
         input: &Stream,
@@ -113,8 +114,8 @@ impl Mlp {
         ctx: &Ctx,
     ) -> Result<(Tensor, FeatureSharded)> {
         let x = ctx.tp.enter(input)?;
-        // What is computed again must be what forward had, and GELU beside the product sees sums
-        // that `hidden` has rounded.
+        // A recomputed activation must equal the one in forward. The fused product with GELU does
+        // not give it: GELU there sees the unrounded sums, while `hidden` holds rounded ones.
         if self.swiglu || self.recompute_activation {
             let hidden = self.fc1.forward(&x, ctx)?.0;
             join.map(Join::place).transpose()?;
@@ -131,7 +132,7 @@ impl Mlp {
         let SavedMlp { input, hidden, activated } = saved;
         let dy = ctx.tp.begin_exit_backward(dy)?;
         let activated = match activated {
-            // Beside the gather.
+            // Overlaps with the gather.
             None if computes_ahead(hidden.device()) => Some(self.activate(&hidden)?),
             kept => kept,
         };
@@ -165,8 +166,8 @@ impl Mlp {
         Ok(FeatureSharded(kernels::ops::activation::swiglu_backward(&dactivated, hidden)?))
     }
 
-    /// As [`backward_activation`](Self::backward_activation), and the activation function's result,
-    /// made in the same pass.
+    /// As [`backward_activation`](Self::backward_activation), and also recomputes the activation
+    /// function's result in the same pass.
     fn backward_activation_again(
         &self,
         dy: &Replicated,

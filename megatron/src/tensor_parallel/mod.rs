@@ -1,8 +1,9 @@
-//! Layers cut over tp (Megatron-LM, Shoeybi et al. 2019; sequence parallelism, Korthikanti et al.
+//! Layers split over tp (Megatron-LM, Shoeybi et al. 2019; sequence parallelism, Korthikanti et al.
 //! 2022).
 //!
-//! [`layout`] names how an activation lies over tp; [`mappings`] holds the conjugate operators, the
-//! only ways from one layout to another; the other files hold layers made of kernels and mappings.
+//! [`layout`] defines types for the distribution of an activation over tp. [`mappings`] holds the
+//! conjugate operators, the only conversions between layouts. The other files hold layers made of
+//! kernels and mappings.
 //!
 //! ```
 //! use candle_core::Tensor;
@@ -12,7 +13,7 @@
 //!
 //! # fn main() -> megatron::Result<()> {
 //! let mut params = ParamsBuilder::default();
-//! // A layer of the library, cut over tp …
+//! // A layer of the library, split over tp …
 //! let linear = Linear::declare(&LinearSpec::new("up", 64, 64), &mut params);
 //! // … and one written in candle, whole on every rank.
 //! let gate = AutogradLayer::declare("gate", &mut params, |vb| {
@@ -21,7 +22,7 @@
 //! })?;
 //! assert_eq!((linear.params().len(), gate.params().len()), (2, 1));
 //!
-//! // What a rank of tp 2 holds.
+//! // The shapes on one rank of tp 2.
 //! let held = |spec: &ParamSpec| (spec.name.clone(), spec.local_shape(2));
 //! let shapes: Vec<_> = params.specs().map(held).collect();
 //! assert_eq!(shapes[0], ("up.weight".into(), vec![32, 64]));

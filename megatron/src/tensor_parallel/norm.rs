@@ -1,7 +1,7 @@
 //! Normalization of the residual stream: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich
 //! 2019).
 //!
-//! Works on each rank's part of the stream; under sequence parallelism its weight gradients are
+//! It works on each rank's part of the stream. Under sequence parallelism its weight gradients are
 //! partial over tp.
 
 use candle_core::Tensor;
@@ -13,17 +13,17 @@ use crate::Result;
 use crate::config::Normalization;
 use crate::params::{Init, ParamId, ParamSpec, ParamsBuilder, Partition};
 
-/// What all normalizations of a model have in common.
+/// The common settings of a model's normalizations.
 #[derive(Clone, Copy, Debug)]
 pub struct NormSpec {
-    /// Width of what is normalized.
+    /// Width of the normalized rows.
     pub hidden: usize,
-    /// Decides whether there is a bias.
+    /// The kind of normalization; it determines whether there is a bias.
     pub kind: Normalization,
     /// Added to the variance before the square root.
     pub eps: f64,
-    /// Whether tp ranks normalize different tokens, so that gradients of weight and bias
-    /// are parts of a sum.
+    /// Whether tp ranks normalize different tokens, so that the gradients of weight and bias are
+    /// partial sums.
     pub sequence_parallel: bool,
 }
 
@@ -54,7 +54,7 @@ impl Norm {
         Self { weight, bias, eps: norm.eps }
     }
 
-    /// The normalized stream, and what backward needs of the rows.
+    /// Returns the normalized stream, and the row statistics for backward.
     pub fn forward(&self, x: &Stream, ctx: &Ctx) -> Result<(Stream, NormStats)> {
         let weight = ctx.weight(self.weight);
         let (y, stats) = match self.bias {
@@ -64,7 +64,7 @@ impl Norm {
         Ok((Stream(y), stats))
     }
 
-    /// Gradient of the input; accumulates those of weight and bias.
+    /// Returns the gradient of the input; accumulates those of weight and bias.
     pub fn backward(
         &self,
         dy: &Stream,
@@ -75,8 +75,8 @@ impl Norm {
         self.gradient(dy, x, stats, None, ctx)
     }
 
-    /// As [`Norm::backward`], plus `around`: the gradient that reaches the input by the residual
-    /// connection around what follows.
+    /// As [`Norm::backward`], plus `around`, the gradient that reaches the input through the
+    /// residual connection.
     pub fn backward_add(
         &self,
         dy: &Stream,
@@ -111,7 +111,7 @@ impl Norm {
         Ok(Stream(dx))
     }
 
-    /// The weight, and the bias where there is one.
+    /// The weight, and the bias if there is one.
     pub fn params(&self) -> impl Iterator<Item = ParamId> + use<> {
         [self.weight].into_iter().chain(self.bias)
     }

@@ -1,4 +1,5 @@
-//! Both ends of a model of features: they come in as they are, and are compared with targets.
+//! Input and output of a model on features: features enter unchanged, and the result is compared
+//! with targets.
 
 use candle_core::{DType, Tensor};
 
@@ -8,10 +9,10 @@ use super::layout::Stream;
 use crate::params::ParamId;
 use crate::{Error, Result};
 
-/// The microbatch's tensor of this name, `[b, h]`, as a stream of one position, `[1, b, h]`.
+/// The microbatch's tensor with this name, `[b, h]`, as a stream of one position, `[1, b, h]`.
 #[derive(Clone, Debug)]
 pub struct Features {
-    /// As [`SampleSource::named`](crate::data::SampleSource::named) gives it.
+    /// Name in [`SampleSource::named`](crate::data::SampleSource::named).
     pub name: String,
 }
 
@@ -30,11 +31,11 @@ impl Input for Features {
     }
 }
 
-/// The mean, over features, of the squared difference from the microbatch's tensor of this name,
-/// `[b, h]`: torch's `MSELoss`. The stream has one position.
+/// The mean over features of the squared difference from the microbatch's tensor with this name,
+/// `[b, h]`: torch's `MSELoss`. The stream must have one position.
 #[derive(Clone, Debug)]
 pub struct MeanSquaredError {
-    /// As [`SampleSource::named`](crate::data::SampleSource::named) gives it.
+    /// Name in [`SampleSource::named`](crate::data::SampleSource::named).
     pub targets: String,
 }
 

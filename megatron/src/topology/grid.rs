@@ -1,22 +1,23 @@
-//! Rank arithmetic: the coordinates of a rank on tp × cp × ep × dp × pp, and who shares them.
+//! Rank arithmetic: the coordinates of a rank on tp × cp × ep × dp × pp, and the groups along each
+//! axis.
 //!
 //! The order is Megatron-LM's `tp-cp-ep-dp-pp`, tp fastest: rank = tp + TP·(cp + CP·(dp + DP·pp))
-//! and world = TP·CP·DP·PP. Expert parallelism adds no ranks: it deals the CP·DP ranks that hold
-//! the same dense layers anew as EP × (CP·DP / EP), ep faster, so ep must divide cp·dp. Ranks that
-//! agree on (tp, ep, pp) hold the same experts and form a group of [`Axis::ExpertDp`]. With cp = 1
-//! an ep group is ep neighbouring replicas.
+//! and world = TP·CP·DP·PP. Expert parallelism adds no ranks. It regroups the CP·DP ranks with the
+//! same dense layers as EP × (CP·DP / EP), ep faster, so ep must divide cp·dp. Ranks with equal
+//! (tp, ep, pp) hold the same experts and form a group of [`Axis::ExpertDp`]. With cp = 1 an ep
+//! group consists of ep neighbouring replicas.
 
 use std::fmt;
 
 use crate::config::ParallelConfig;
 use crate::{Error, Result};
 
-/// A size, and where it came from: a flag, a key of the run file, the environment.
+/// A size and its source: a flag, a key of the run file, or the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sourced {
     /// A number of ranks.
     pub value: usize,
-    /// E.g. `--tensor-model-parallel-size`; printed beside the number in errors.
+    /// E.g. `--tensor-model-parallel-size`; errors print it next to the number.
     pub source: Option<String>,
 }
 
@@ -42,16 +43,16 @@ impl fmt::Display for Sourced {
     }
 }
 
-/// The sizes asked for. What is left of the world is dp, unless that is given too.
+/// The requested sizes. Unless dp is given, it takes what the other axes leave of the world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GridSizes {
     /// Ranks that share each layer.
     pub tp: Sourced,
     /// Ranks that share each sequence.
     pub cp: Sourced,
-    /// Ranks that deal the experts among them.
+    /// Ranks that share the experts of each layer.
     pub ep: Sourced,
-    /// Replicas; `None`: as many as the world has room for.
+    /// Replicas; `None`: as many as fit in the world.
     pub dp: Option<Sourced>,
     /// Pipeline stages.
     pub pp: Sourced,
@@ -74,7 +75,7 @@ pub enum Axis {
     ExpertDp,
 }
 
-/// Where a rank sits among the dense layers.
+/// The position of a rank among the dense layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Coords {
     /// Below the size of [`Axis::Tp`].
@@ -83,11 +84,11 @@ pub struct Coords {
     pub cp: usize,
     /// Below the size of [`Axis::Dp`].
     pub dp: usize,
-    /// Below the size of [`Axis::Pp`]: the stage.
+    /// The pipeline stage, below the size of [`Axis::Pp`].
     pub pp: usize,
 }
 
-/// The layout of a world of ranks. Ranks given to its methods must lie within the world.
+/// The layout of a world of ranks. Methods accept only ranks within the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankGrid {
     tp: usize,
@@ -107,7 +108,7 @@ impl RankGrid {
         Self::checked(&tp, &cp, &ep, &dp, &pp)
     }
 
-    /// The grid a run's configuration describes.
+    /// The grid of a run's configuration.
     ///
     /// # Errors
     /// As [`RankGrid::new`].
@@ -121,11 +122,11 @@ impl RankGrid {
         )
     }
 
-    /// The grid of a world whose size is given: dp is what the other axes leave of it.
+    /// The grid of a world with a given size. Without a given dp, dp is what the other axes leave.
     ///
     /// # Errors
-    /// If world ≠ tp·cp·dp·pp, or no dp makes it so; the message has the equation with every number
-    /// and its source.
+    /// If world ≠ tp·cp·dp·pp, or no dp makes them equal. The message has the equation with every
+    /// number and its source.
     pub fn for_world(world: &Sourced, sizes: &GridSizes) -> Result<Self> {
         let GridSizes { tp, cp, ep, dp, pp } = sizes;
         let unit = Self::checked(tp, cp, &Sourced::from(1), &Sourced::from(1), pp)?.world();
@@ -186,7 +187,7 @@ impl RankGrid {
         self.stride_and_size(axis).1
     }
 
-    /// Where a rank sits.
+    /// The position of a rank.
     pub fn coords(&self, rank: usize) -> Coords {
         Coords {
             tp: self.index(Axis::Tp, rank),
@@ -196,7 +197,7 @@ impl RankGrid {
         }
     }
 
-    /// Which rank sits there.
+    /// The rank at a position.
     pub fn rank_of(&self, c: Coords) -> usize {
         assert!(
             c.tp < self.tp && c.cp < self.cp && c.dp < self.dp && c.pp < self.pp,
@@ -222,8 +223,8 @@ impl RankGrid {
         self.group_over(&[axis], rank)
     }
 
-    /// Every group of an axis, ordered by its lowest rank. Each rank of the world is in exactly
-    /// one.
+    /// Every group of an axis, ordered by lowest rank. Each rank of the world is in exactly one
+    /// group.
     pub fn groups(&self, axis: Axis) -> Vec<Vec<usize>> {
         (0..self.world())
             .filter(|&rank| self.index(axis, rank) == 0)
@@ -236,8 +237,8 @@ impl RankGrid {
         self.group_over(&[Axis::Tp, Axis::Pp], rank)
     }
 
-    /// cp × dp: the ranks with the same dense parameters, over which their gradients are summed, in
-    /// order of rank.
+    /// cp × dp: the ranks with the same dense parameters, in order of rank. Gradients are summed
+    /// over them.
     pub fn replica_group(&self, rank: usize) -> Vec<usize> {
         self.group_over(&[Axis::Cp, Axis::Dp], rank)
     }
@@ -247,7 +248,7 @@ impl RankGrid {
         self.index(Axis::Cp, rank) + self.cp * self.index(Axis::Dp, rank)
     }
 
-    /// cp · dp: how many ranks have the same dense parameters.
+    /// cp · dp: the number of ranks with the same dense parameters.
     pub fn num_replicas(&self) -> usize {
         self.cp * self.dp
     }

@@ -7,7 +7,7 @@ use crate::{Error, Result};
 /// The groups a rank belongs to. Members of a group are ordered by their index on its axis.
 #[derive(Clone)]
 pub struct ProcessGroups {
-    /// Who sits where.
+    /// The position of every rank.
     pub grid: RankGrid,
     /// This rank in the world.
     pub rank: usize,
@@ -17,13 +17,13 @@ pub struct ProcessGroups {
     pub tp: Group,
     /// Ranks that share each sequence.
     pub cp: Group,
-    /// cp × dp: all ranks with this rank's parameters, over which gradients are summed and ZeRO
-    /// cuts; named dp without context parallelism. Those of dp alone, which read different samples,
-    /// exchange nothing ([`Self::dp_rank`]).
+    /// cp × dp: all ranks with this rank's parameters. Gradients are summed and ZeRO shards over
+    /// them. Named dp without context parallelism. The dp ranks alone, which read different
+    /// samples, need no group ([`Self::dp_rank`]).
     pub replicas: Group,
     /// Stages of this rank's pipeline.
     pub pp: Group,
-    /// First and last stage of one pipeline, which share a tied embedding; `None` on other stages
+    /// First and last stage of one pipeline, which share a tied embedding. `None` on other stages
     /// and without a pipeline.
     pub embedding: Option<Group>,
 }
@@ -51,8 +51,8 @@ impl ProcessGroups {
         let axis = |name, axis| split(world.as_ref(), name, Some(grid.group(axis, rank)));
         let tp = required(axis("tp", Axis::Tp)?, "tp")?;
         let cp = required(axis("cp", Axis::Cp)?, "cp")?;
-        // Apart from cp even where dp is 1, so that gradients on their way hold up no exchange of
-        // attention.
+        // This is a group separate from cp even if dp is 1, so that gradient reductions do not
+        // delay the exchanges of attention.
         let name = if grid.size(Axis::Cp) == 1 { "dp" } else { "dp-cp" };
         let replicas =
             required(split(world.as_ref(), name, Some(grid.replica_group(rank)))?, name)?;
@@ -66,17 +66,17 @@ impl ProcessGroups {
         Ok(Self { grid, rank, world, tp, cp, replicas, pp, embedding })
     }
 
-    /// This rank's index among those that read different samples.
+    /// This rank's index among the ranks that read different samples.
     pub fn dp_rank(&self) -> usize {
         self.grid.index(Axis::Dp, self.rank)
     }
 
-    /// How many ranks read different samples.
+    /// Number of ranks that read different samples.
     pub fn dp_size(&self) -> usize {
         self.grid.size(Axis::Dp)
     }
 
-    /// How many of `rank`'s groups have other ranks in them.
+    /// Number of `rank`'s groups that contain other ranks.
     pub fn num_shared(grid: &RankGrid, rank: usize) -> usize {
         let axes = [Axis::Tp, Axis::Cp, Axis::Pp].map(|axis| grid.group(axis, rank));
         let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
@@ -85,7 +85,7 @@ impl ProcessGroups {
     }
 }
 
-/// Joins the group of `ranks` (ascending, this rank among them), or none. The lowest rank serves as
+/// Joins the group of `ranks` (ascending, including this rank), or none. The lowest rank is the
 /// color.
 fn split(world: &dyn Communicator, name: &str, ranks: Option<Vec<usize>>) -> Result<Option<Group>> {
     let group = world.split(name, ranks.as_ref().map(|ranks| ranks[0]), world.rank())?;

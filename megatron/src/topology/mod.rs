@@ -1,4 +1,4 @@
-//! Which rank sits where, and the groups of ranks that work together.
+//! The layout of ranks, and the groups of ranks that work together.
 //!
 //! [`RankGrid`] is arithmetic without I/O; [`ProcessGroups`] turns it into communicators.
 //!
@@ -14,7 +14,7 @@
 //! assert_eq!(grid.group(Axis::Dp, 5), [5, 7]);
 //! assert_eq!(grid.group(Axis::Pp, 5), [1, 5]);
 //!
-//! // The same as groups that exchange messages.
+//! // The same groups as communicators.
 //! let groups = threads::run(8, |world| {
 //!     let groups = ProcessGroups::new(world, grid)?;
 //!     Ok((groups.tp.ranks().to_vec(), groups.pp.ranks().to_vec()))

@@ -1,4 +1,4 @@
-//! Each collective against a serial oracle, bit for bit, on every backend.
+//! Compares each collective with a serial oracle, bit for bit, on every backend.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -44,8 +44,8 @@ pub fn concatenated(size: usize, count: usize, dtype: DType) -> Vec<u8> {
     (0..size).flat_map(|rank| bytes(&tensor(rank, count, dtype))).collect()
 }
 
-/// Checks that rank r ends with `expected(r, size, count, dtype)` after `f`, for all sizes, counts
-/// and dtypes.
+/// Checks that rank r has `expected(r, size, count, dtype)` after `f`, for all sizes, counts and
+/// dtypes.
 fn check(
     f: impl Fn(&Group, usize, DType) -> megatron::Result<Tensor> + Sync,
     expected: impl Fn(usize, usize, usize, DType) -> Vec<u8>,
@@ -147,7 +147,7 @@ fn all_gather_works_in_place() {
     );
 }
 
-/// The rank-th of `size` parts.
+/// Part number `rank` of `size` equal parts.
 fn part(whole: Vec<u8>, rank: usize, size: usize) -> Vec<u8> {
     let len = whole.len() / size;
     whole[rank * len..(rank + 1) * len].to_vec()
@@ -335,7 +335,7 @@ fn operations_in_flight_complete_in_order_whoever_waits() {
                 (0..20).map(|i| tensor(g.rank() + i, 5000 * i, DType::F32)).collect();
             let mut works: Vec<Work> =
                 tensors.iter().map(|t| g.all_reduce(t, ReduceOp::Sum)).collect::<Result<_, _>>()?;
-            // The last first: it cannot be complete before the others.
+            // The last operation first: it cannot complete before the others.
             works.pop().expect("20 operations").wait()?;
             drop(works);
             Ok(tensors.iter().map(bytes).collect::<Vec<_>>())
@@ -370,8 +370,8 @@ fn other_views_of_a_tensor_in_flight_stay_usable() {
             if g.rank() == 0 {
                 let work = g.all_reduce(&left, ReduceOp::Sum)?;
                 std::thread::sleep(std::time::Duration::from_millis(50));
-                // The peer has not arrived yet; a lock held while waiting would block this for
-                // good.
+                // The peer has not arrived yet. If the operation held a lock while waiting, this
+                // would block for ever.
                 right.slice_set(&tensor(0, 1000, DType::F32), 0, 0)?;
                 g.send(&zeros(1, DType::U8), 1, 0)?.wait()?;
                 return work.wait();
@@ -386,7 +386,7 @@ fn other_views_of_a_tensor_in_flight_stay_usable() {
 fn split_makes_groups_by_color_in_order_of_key() {
     for backend in BACKENDS {
         let all = ranks(backend, 4, |g| {
-            // Ranks 0, 2 by falling key; 1 and 3 alike; then 3 leaves.
+            // Ranks 0 and 2 by descending key, 1 and 3 likewise; then rank 3 leaves.
             let pair = g.split("pair", Some(g.rank() % 2), 10 - g.rank())?.expect("a group");
             let trio = g.split("trio", (g.rank() != 3).then_some(0), 0)?;
             let t = Tensor::new(&[g.rank() as u32], &Device::Cpu)?;
@@ -416,7 +416,7 @@ fn groups_of_one_world_do_not_disturb_each_other() {
                 (g.split("a", Some(0), 0)?.expect("a"), g.split("b", Some(0), 0)?.expect("b"));
             let (x, y) =
                 (tensor(g.rank(), 50_000, DType::F32), tensor(g.rank() + 5, 70, DType::F32));
-            // Issued in opposite orders: only within a group must the order agree.
+            // Issued in opposite orders, because the order must agree only within a group.
             let works = match g.rank() {
                 0 => [a.all_reduce(&x, ReduceOp::Sum)?, b.all_reduce(&y, ReduceOp::Sum)?],
                 _ => [b.all_reduce(&y, ReduceOp::Sum)?, a.all_reduce(&x, ReduceOp::Sum)?],

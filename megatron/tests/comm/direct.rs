@@ -1,5 +1,5 @@
-//! Large collectives, whose ranks reach each other's memory: the bits are those of a serial sum and
-//! of the windows.
+//! Large collectives, with ranks that access each other's memory. The bits equal those of a serial
+//! sum and those of the windows.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use megatron::comm::{CommOptions, Group, ReduceOp};
 use crate::collectives::{combined, concatenated};
 use crate::support::{bytes, options, ranks, tensor, try_ranks_with, zeros};
 
-/// Elements of tensors around the 64 KiB (of two ranks) and more from which memory is reached, of
-/// uneven slices beyond, and of several pieces.
+/// Numbers of elements around the minimum for remote memory access (64 KiB for two ranks, more for
+/// more ranks), and larger ones with uneven slices and with several pieces.
 fn counts(dtype: DType, ranks: usize) -> [usize; 5] {
     let part = (if ranks == 2 { 32 << 10 } else { 64 << 10 }) / dtype.size_in_bytes();
     [
@@ -24,10 +24,10 @@ fn counts(dtype: DType, ranks: usize) -> [usize; 5] {
     ]
 }
 
-/// Whether each rank may reach memory; ranks of which one must not, must not.
+/// Whether each rank may access remote memory. If one rank may not, none does.
 const WHO: [fn(usize) -> bool; 3] = [|_| true, |rank| rank != 1, |_| false];
 
-/// What every rank gets of `f`, which must not depend on who may reach memory.
+/// The results of `f` on all ranks, which must not depend on who may access memory.
 fn check<R: Send + PartialEq>(
     size: usize,
     f: impl Fn(&Group) -> Result<R> + Sync,
@@ -91,8 +91,7 @@ fn the_memory_of_a_tensor_whose_sum_failed_is_not_used_again() {
     let count = 1 << 20;
     let place = |t: &Tensor| with_bytes(t, "test", |bytes| Ok(bytes.as_ptr_range())).unwrap();
     ranks("local", 2, |g| {
-        // The system's allocator hands memory of this size out again once it has seen larger one
-        // freed.
+        // The system's allocator reuses memory of this size only after it has freed a larger block.
         drop(zeros(4 * count, DType::F32));
         let t = tensor(g.rank(), count, DType::F32);
         g.all_reduce(&t, ReduceOp::Sum)?.wait()?;

@@ -1,4 +1,4 @@
-//! What ranks are told when others disagree, fail, leave, or stay away.
+//! Errors of ranks when others disagree, fail, leave, or do not arrive.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ fn ranks_that_call_different_operations_are_told_both() {
                 0 => tp.all_reduce(&tensor(0, 100, DType::F32), ReduceOp::Sum)?.wait(),
                 _ => tp.all_gather(&tensor(1, 50, DType::F32), &zeros(100, DType::F32))?.wait(),
             };
-            // Stay until both have seen it.
+            // Stay until both ranks have seen it.
             g.barrier()?;
             result
         });
@@ -56,7 +56,7 @@ fn a_disagreement_about_anything_of_a_call_is_noticed() {
                     _ => g.broadcast(&tensor(0, 8, DType::F32), usize::from(odd))?.wait(),
                 };
                 if result.is_ok() {
-                    // Let the rank that only sent meet the disagreement in its next operation.
+                    // A rank that only sent finds the disagreement in its next operation.
                     return g.barrier();
                 }
                 result
@@ -85,8 +85,8 @@ fn ranks_that_name_different_roots_are_told_both_at_once() {
                         .wait(),
                     _ => g.broadcast(&t, root)?.wait(),
                 };
-                // Roots of a broadcast by messages only send; they meet the disagreement in their
-                // next operation.
+                // The root of a broadcast over messages only sends, so it finds the disagreement in
+                // its next operation.
                 result.and_then(|()| g.barrier())
             });
             let told = |result: &Result<(), Error>| match result {
@@ -265,11 +265,11 @@ fn a_timeout_names_the_rank_that_hangs_and_not_one_that_waits_for_it() {
     for backend in ["local", "tcp"] {
         let late = std::sync::Barrier::new(3);
         let all = try_ranks(backend, 3, 3 * SECOND, |g| {
-            // 0 waits for 1, which waits for 2, which hangs.
+            // Rank 0 waits for 1, which waits for 2, which hangs.
             let result = match g.rank() {
                 0 => g.recv(&zeros(1, DType::U8), 1, 0)?.wait(),
                 1 => {
-                    // Its deadline passes later.
+                    // Its deadline is later.
                     std::thread::sleep(SECOND);
                     g.recv(&zeros(1, DType::U8), 2, 0)?.wait()
                 }

@@ -1,5 +1,5 @@
 //! Communication between ranks: every collective on every backend against a serial oracle, bit for
-//! bit; disagreement, loss and lateness of ranks.
+//! bit; and disagreement, loss and delays of ranks.
 
 mod collectives;
 mod direct;

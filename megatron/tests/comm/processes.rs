@@ -1,4 +1,4 @@
-//! Ranks as processes of their own: the test binary runs itself again, once per rank.
+//! Ranks as separate processes: the test binary starts itself again, once per rank.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use megatron::{Error, Result};
 use crate::support::{bytes, info, options, tensor};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// Elements of sums that are exchanged whole, in slices, and read out of each other's memory.
+/// Elements of sums: exchanged whole, in slices, and by remote memory access.
 const COUNTS: [usize; 3] = [1000, 300_000, 1_000_001];
 
 /// Starts rank `rank` of `size` to run `task` (see [`a_rank_of_another_test`]).
@@ -28,7 +28,7 @@ fn spawn(task: &str, backend: &str, rank: usize, size: usize, dir: &Path) -> Chi
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
-/// Waits for a rank; its output if it succeeded, kills it after half a minute.
+/// Waits for a rank and returns its output, if it succeeded. Kills it after half a minute.
 fn finish(mut child: Child) -> String {
     let deadline = Instant::now() + 30 * SECOND;
     while child.try_wait().unwrap().is_none() {
@@ -54,7 +54,7 @@ fn run_task(task: &str, g: &Group) -> Result<()> {
             }
             Ok(())
         }
-        // Until a rank is killed.
+        // Runs until a rank is killed.
         _ => {
             let t = tensor(g.rank(), task.parse().unwrap(), DType::F32);
             loop {
@@ -64,7 +64,7 @@ fn run_task(task: &str, g: &Group) -> Result<()> {
     }
 }
 
-/// Not a test of its own: what [`spawn`] runs in each process. Without a task it has nothing to do.
+/// Not a test itself: [`spawn`] runs it in each process. Without a task it does nothing.
 #[test]
 fn a_rank_of_another_test() {
     let Ok(task) = std::env::var("COMM_TEST_RANK") else { return };
@@ -111,7 +111,7 @@ fn processes_get_the_bits_that_threads_get() {
     }
 }
 
-/// Names in the places where shared memory could stay behind.
+/// Names in the places where shared memory could be left behind.
 fn leftovers() -> Vec<String> {
     let shared = std::fs::read_dir("/dev/shm").into_iter().flatten();
     let names =
@@ -121,12 +121,12 @@ fn leftovers() -> Vec<String> {
 
 #[test]
 fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
-    // Sums over windows, out of each other's memory, and over messages.
+    // Sums over windows, by remote memory access, and over messages.
     for (backend, count) in [("local", "100000"), ("local", "2000000"), ("tcp", "100000")] {
         let dir = tempfile::tempdir().unwrap();
         let mut children: Vec<Child> =
             (0..3).map(|rank| spawn(count, backend, rank, 3, dir.path())).collect();
-        // Rank 0's output begins once all have met.
+        // Rank 0's output begins when all ranks have met.
         let mut output = std::io::BufReader::new(children[1].stdout.take().unwrap());
         let mut line = String::new();
         while !line.contains("READY") {
@@ -152,7 +152,7 @@ fn a_rank_that_is_killed_is_named_to_the_others_and_leaves_nothing_behind() {
     }
 }
 
-/// Both as the process that starts ranks, and as one of these.
+/// Runs both as the starting process and as one of its ranks.
 #[test]
 fn a_program_starts_its_own_ranks_and_one_that_fails_ends_the_others() {
     const NAME: &str =

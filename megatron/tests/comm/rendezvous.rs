@@ -1,4 +1,4 @@
-//! How ranks meet, and what they are told when they cannot.
+//! The rendezvous of ranks, and its errors.
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
@@ -69,7 +69,7 @@ fn serve(secret: Secret) -> StoreServer {
     .unwrap()
 }
 
-/// A client that has no secret.
+/// A client without a secret.
 fn connect(server: &StoreServer) -> Result<TcpStore> {
     TcpStore::connect("127.0.0.1", server.address().port(), SECOND, &Secret::default(), None)
 }
@@ -78,7 +78,7 @@ fn connect(server: &StoreServer) -> Result<TcpStore> {
 fn garbage_does_not_disturb_a_store() {
     let server = serve(Secret::default());
     let store = connect(&server).unwrap();
-    // A client without a secret, whose challenge is zeros; not so what it proves.
+    // A client without a secret. Its challenge is zeros, but its proof is not.
     let greeting = [b"MGTSTOR2".as_slice(), &[0; 33]].concat();
     let huge_key = [&greeting[..], b"\x01", &[0xff; 64]].concat();
     let huge_value = [&greeting[..], b"\x01\x01\x00k", &[0xff; 64]].concat();
@@ -87,7 +87,7 @@ fn garbage_does_not_disturb_a_store() {
         stranger.set_read_timeout(Some(10 * SECOND)).unwrap();
         stranger.write_all(garbage).unwrap();
         let mut reply = Vec::new();
-        // Closed by the server, with or without a reset.
+        // The server closes the connection, with or without a reset.
         let _ = stranger.read_to_end(&mut reply);
         assert!(reply.len() <= 8 + 1 + 32 + 32, "{reply:?}");
     }
@@ -131,7 +131,7 @@ fn another_program_on_the_port_is_recognized() {
 fn a_store_that_never_comes_up_is_named() {
     let rendezvous =
         Rendezvous::Tcp { host: "127.0.0.1".into(), port: free_port(), is_host: false };
-    // Not a mistake in what was typed, as far as this rank knows.
+    // As far as this rank knows, the user made no mistake.
     let Err(Error::Comm(message)) =
         init(&info(1, 2), &rendezvous, Backend::Auto, impatient()).map(drop)
     else {
@@ -143,7 +143,7 @@ fn a_store_that_never_comes_up_is_named() {
     );
 }
 
-/// What ranks `present` of a world of `size` are told.
+/// The results of ranks `present` in a world of `size`.
 fn meet(
     present: &[usize],
     size: usize,
@@ -191,7 +191,7 @@ fn rank_0_may_serve_the_store_itself() {
     }
 }
 
-/// This machine's address on its way to others, if it has one.
+/// This machine's address on connections to other machines, if it has one.
 fn own_ip() -> Option<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("198.51.100.1:9").ok()?;
@@ -201,8 +201,8 @@ fn own_ip() -> Option<IpAddr> {
 #[test]
 fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
     let Some(ip) = own_ip() else { return eprintln!("skipped: no network") };
-    // As Kubeflow's PyTorchJob has it. Ranks 0 and 1 share a machine, which neither can name; rank
-    // 2 is on another, where loopback leads nowhere.
+    // As under Kubeflow's PyTorchJob. Ranks 0 and 1 share a machine and neither knows its name.
+    // Rank 2 is on another machine, where loopback does not reach them.
     let (port, places) =
         (free_port(), [("localhost", "a.invalid"), ("127.0.0.1", "a.invalid"), ("", "b.invalid")]);
     let join = |rank: usize| {
@@ -223,7 +223,7 @@ fn rank_0_may_be_told_localhost_where_others_are_told_its_address() {
         let ranks = [0, 1, 2].map(|rank| scope.spawn(move || join(rank)));
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     });
-    // Nor was any told how many ranks are on its machine.
+    // No rank was told how many ranks are on its machine.
     for (result, local) in told.into_iter().zip([(0, 2), (1, 2), (0, 1)]) {
         assert_eq!(result.unwrap(), (vec![0, 1, 2], local.0, local.1));
     }
@@ -319,13 +319,13 @@ fn a_second_process_with_a_rank_that_has_answered_is_refused() {
     }
 }
 
-/// `secret`, of 32 characters or more.
+/// A secret of at least 32 characters, made from `text`.
 fn secret(text: &str) -> Secret {
     Secret::parse(&text.repeat(32)).unwrap()
 }
 
-/// As [`init`] of rank `rank` of 2, with a secret or without; what it is told by the way is counted
-/// in `REFUSED`.
+/// As [`init`] of rank `rank` of 2, with or without a secret. Messages during the rendezvous are
+/// counted in `REFUSED`.
 fn join_with(secret: Secret, rank: usize, rendezvous: Rendezvous, timeout: Duration) -> Result<()> {
     let options = CommOptions { secret, on_wait: Some(hear), ..options(timeout) };
     let world = init(&info(rank, 2), &rendezvous, Backend::Tcp, options)?;
@@ -373,14 +373,14 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
                     scope.spawn(move || join_with(secret, rank, place(rank), 10 * SECOND))
                 };
                 let first = join(&run, 0);
-                // Told at once, and not when its patience ends.
+                // The rank is told at once, not after its timeout.
                 let refused = join(&stranger, 1).join().unwrap();
                 let Err(Error::Config(message)) = refused else { panic!("{refused:?}") };
                 assert!(
                     message.contains(told) && message.contains("give all ranks the same"),
                     "{message}"
                 );
-                // The run waits for its own rank 1.
+                // The run still waits for its own rank 1.
                 join(&run, 1).join().unwrap().unwrap();
                 first.join().unwrap().unwrap();
             });
@@ -407,7 +407,7 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
 fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
     let server = serve(secret("a"));
     let port = server.address().port();
-    // More than there is room for; some have begun to introduce themselves.
+    // More connections than there is room for; some have started their greeting.
     let mut idle: Vec<TcpStream> =
         (0..300).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     idle.iter_mut().step_by(2).for_each(|stream| drop(stream.write_all(b"MGTS")));
@@ -419,7 +419,7 @@ fn idle_connections_in_any_number_keep_no_rank_from_the_store() {
         });
         ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
     });
-    // Ranks that have met need no store: it is gone, and all that was connected to it with it.
+    // Ranks that have met do not need the store: it has ended and has closed all its connections.
     let deadline = Instant::now() + 10 * SECOND;
     while TcpStream::connect_timeout(&server.address(), SECOND).is_ok() {
         assert!(Instant::now() < deadline, "the store is still there");

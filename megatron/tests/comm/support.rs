@@ -11,7 +11,7 @@ use megatron::comm::{Backend, CommOptions, Group, RankInfo, Rendezvous, init, th
 /// The backends that run with one thread per rank.
 pub const BACKENDS: [&str; 3] = ["threads", "local", "tcp"];
 
-/// Deadlines short enough for a test that waits for one to pass.
+/// Deadlines that are short enough for tests that wait for a timeout.
 pub fn options(timeout: Duration) -> CommOptions {
     CommOptions { timeout, connect_timeout: Duration::from_secs(10), ..CommOptions::default() }
 }
@@ -28,8 +28,8 @@ pub fn info(rank: usize, size: usize) -> RankInfo {
     }
 }
 
-/// Runs `f` on one thread per rank and returns what each rank got. `local` ranks meet in a folder,
-/// `tcp` ones at a server.
+/// Runs `f` on one thread per rank and returns each rank's result. `local` ranks meet in a folder,
+/// `tcp` ranks at a server.
 pub fn try_ranks<R: Send>(
     backend: &str,
     size: usize,
@@ -39,7 +39,7 @@ pub fn try_ranks<R: Send>(
     try_ranks_with(backend, size, |_| options(timeout), f)
 }
 
-/// As [`try_ranks`], with the options of each rank; `threads` has those of rank 0.
+/// As [`try_ranks`], with separate options for each rank; `threads` uses those of rank 0.
 pub fn try_ranks_with<R: Send>(
     backend: &str,
     size: usize,
@@ -77,7 +77,7 @@ pub fn try_ranks_with<R: Send>(
     })
 }
 
-/// As [`try_ranks`], where every rank must succeed.
+/// As [`try_ranks`], but every rank must succeed.
 pub fn ranks<R: Send>(backend: &str, size: usize, f: impl Fn(Group) -> Result<R> + Sync) -> Vec<R> {
     try_ranks(backend, size, Duration::from_secs(30), f)
         .into_iter()
@@ -89,7 +89,7 @@ pub fn ranks<R: Send>(backend: &str, size: usize, f: impl Fn(Group) -> Result<R>
 pub const DTYPES: [DType; 7] =
     [DType::U8, DType::U32, DType::I64, DType::BF16, DType::F16, DType::F32, DType::F64];
 
-/// Rank `rank`'s tensor of `count` elements: small numbers of varying size and, where the dtype
+/// Rank `rank`'s tensor of `count` elements: small numbers of varying size and, if the dtype
 /// allows, sign.
 pub fn tensor(rank: usize, count: usize, dtype: DType) -> Tensor {
     let integer = matches!(dtype, DType::U8 | DType::U32 | DType::I64);

@@ -1,5 +1,5 @@
-//! Collectives and messages over shared memory: the borders of its blocks, many groups, and groups
-//! without a window.
+//! Collectives and messages over shared memory: block boundaries, many groups, and groups without a
+//! window.
 
 use std::time::Duration;
 
@@ -13,13 +13,13 @@ use crate::support::{BACKENDS, bytes, options, ranks, tensor, try_ranks_with, ze
 /// Bytes of a block.
 const BLOCK: usize = 512 << 10;
 
-/// Element counts at which blocks begin and end.
+/// Element counts around block boundaries.
 fn borders(dtype: DType) -> [usize; 5] {
     let block = BLOCK / dtype.size_in_bytes();
     [block - 1, block, block + 1, 2 * block, 3 * block + 5]
 }
 
-/// Checks what rank r of some numbers of ranks gets of `f` around the borders of blocks.
+/// Checks each rank's result of `f` around block boundaries, for several numbers of ranks.
 fn check(
     f: impl Fn(&Group, usize, DType) -> Result<Vec<u8>> + Sync,
     expected: impl Fn(usize, usize, usize, DType) -> Vec<u8>,
@@ -35,7 +35,7 @@ fn check(
                 })
                 .collect();
             for backend in BACKENDS {
-                // Else tensors so large are read where they are.
+                // Otherwise tensors of this size use remote memory access.
                 let options = |_| CommOptions {
                     remote_memory_access: false,
                     ..options(Duration::from_secs(30))
@@ -91,7 +91,7 @@ fn copies_are_whole_around_the_borders_of_blocks() {
             assert!(bytes(&dealt) == bytes(&mine), "scatter");
             g.broadcast(&dealt, g.size() - 1)?.wait()?;
             assert!(bytes(&dealt) == bytes(&tensor(g.size() - 1, count, dtype)), "broadcast");
-            // All are back where they began after as many turns as there are ranks.
+            // After as many rounds as there are ranks, everything is back at its start.
             let back = zeros(count * g.size(), dtype);
             g.all_to_all(&all, &back)?.wait()?;
             let expected = bytes(&mine).repeat(g.size());
@@ -135,7 +135,7 @@ fn messages_in_flight_keep_their_bytes_apart() {
 fn messages_beyond_the_shared_memory_arrive_all_the_same() {
     for backend in ["threads", "local"] {
         ranks(backend, 32, |g| {
-            // A rank's share for messages is 128 MB in a world of 32.
+            // A rank's heap for messages has 128 MB in a world of 32.
             if g.rank() > 1 {
                 return g.barrier();
             }
@@ -158,7 +158,7 @@ fn messages_beyond_the_shared_memory_arrive_all_the_same() {
     }
 }
 
-/// What a group's ranks get when they add up `count` elements.
+/// The result on a group's ranks of adding `count` elements.
 fn sum(g: &Group, count: usize) -> Result<Vec<u8>> {
     let t = tensor(g.rank(), count, DType::F32);
     g.all_reduce(&t, ReduceOp::Sum)?.wait()?;
@@ -169,7 +169,7 @@ fn sum(g: &Group, count: usize) -> Result<Vec<u8>> {
 fn many_groups_work_at_once() {
     for backend in BACKENDS {
         ranks(backend, 4, |g| {
-            // Halves in every combination, each with its own thread.
+            // Halves in every combination. Each group has its own thread.
             let half = |i: usize| g.split(&format!("half{i}"), Some((g.rank() >> (i % 2)) & 1), 0);
             let groups: Vec<Group> =
                 (0..6).map(|i| Ok(half(i)?.expect("a group"))).collect::<Result<_>>()?;
@@ -222,7 +222,7 @@ fn windows_of_dropped_groups_serve_new_ones() {
                     "{backend}"
                 );
                 if g.rank() == i % 3 {
-                    // Late to read and to leave.
+                    // This rank reads and leaves late.
                     std::thread::sleep(std::time::Duration::from_micros(300));
                 }
             }

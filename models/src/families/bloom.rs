@@ -1,7 +1,7 @@
 //! Bloom: linear biases on attention scores, and a normalized embedding.
 //!
 //! `transformers` `modeling_bloom.py`; Le Scao et al. 2022. Its fused QKV interleaves (query, key,
-//! value) head by head, which is our order per key/value group with one query head each.
+//! value) per head, which equals our order per key/value group with one query head each.
 
 use super::{Transform::*, WeightMap, rule};
 

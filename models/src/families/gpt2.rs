@@ -1,4 +1,4 @@
-//! GPT-2: fused QKV, and weights of `Conv1D`, which lie as `[in, out]`.
+//! GPT-2: fused QKV, and `Conv1D` weights, which are stored as `[in, out]`.
 //!
 //! `transformers` `modeling_gpt2.py`; Radford et al. 2019.
 

@@ -1,8 +1,8 @@
-//! Llama, and Mistral and Qwen2, which name their tensors as Llama does; which biases there are
-//! follows from the model.
+//! Llama, and Mistral and Qwen2, which use Llama's tensor names. The model determines which biases
+//! exist.
 //!
-//! `transformers` `modeling_{llama,mistral,qwen2}.py`. Rotation of halves is the files' own layout;
-//! nothing is permuted.
+//! `transformers` `modeling_{llama,mistral,qwen2}.py`. The files already store the layout for
+//! rotation of halves, so nothing is permuted.
 
 use super::{Transform::*, WeightMap, rule};
 

@@ -1,5 +1,5 @@
-//! Families of Hugging Face models: for each, one table of which tensors make up each parameter,
-//! used in both directions.
+//! Families of Hugging Face models. Each has one table of the tensors of each parameter, used in
+//! both directions.
 //!
 //! Sources: `transformers` `modeling_{gpt2,llama,mistral,qwen2,bloom}.py`.
 //!
@@ -18,7 +18,7 @@
 //! };
 //! let plan = Family::Llama.plan(&Gpt::specs(&llama)?).unwrap();
 //! let qkv = plan.iter().find(|planned| planned.spec.name.ends_with("linear_qkv.weight")).unwrap();
-//! // One parameter here, three tensors there.
+//! // One parameter here, three tensors in the file.
 //! assert_eq!(qkv.theirs[0], "model.layers.0.self_attn.q_proj.weight");
 //! assert_eq!(qkv.theirs.len(), 3);
 //! assert!(matches!(qkv.transform, Transform::QkvFromParts));
@@ -44,7 +44,7 @@ use megatron::params::ParamSpec;
 
 pub use transform::{QkvShape, Transform};
 
-/// A family of architectures that share their tensors' names.
+/// A family of architectures with the same tensor names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// GPT-2: fused QKV, weights stored as `[in, out]`.
@@ -53,14 +53,14 @@ pub enum Family {
     Llama,
     /// Mistral: Llama with a sliding window.
     Mistral,
-    /// Qwen2: Llama with a bias of QKV.
+    /// Qwen2: Llama with QKV biases.
     Qwen2,
     /// Bloom: fused QKV, ALiBi.
     Bloom,
 }
 
 impl Family {
-    /// All that can be read and written.
+    /// All supported families.
     pub const ALL: [Self; 5] = [Self::Gpt2, Self::Llama, Self::Mistral, Self::Qwen2, Self::Bloom];
 
     /// `model_type` in `config.json`.
@@ -74,8 +74,7 @@ impl Family {
         }
     }
 
-    /// The class that `config.json` names under `architectures`: the one with a language-model
-    /// head.
+    /// The class under `architectures` in `config.json`: the one with a language-model head.
     pub fn architecture(self) -> &'static str {
         match self {
             Self::Gpt2 => "GPT2LMHeadModel",
@@ -101,16 +100,16 @@ impl fmt::Display for Family {
     }
 }
 
-/// What a family's tensors are called. `{}` stands for the index of a layer.
+/// The tensor names of a family. `{}` stands for the index of a layer.
 struct WeightMap {
-    /// Before every name but that of the output matrix; files of a bare model leave it out.
+    /// Prefix of all names except the output matrix's. Files of a bare model omit it.
     prefix: &'static str,
     rules: &'static [Rule],
-    /// Tensors that some files hold and nothing depends on: masks, tables.
+    /// Tensors in some files that affect nothing: masks, tables.
     ignorable: &'static [&'static str],
 }
 
-/// How a parameter and tensors of a file are made from each other.
+/// The conversion between a parameter and the tensors of a file.
 struct Rule {
     ours: &'static str,
     theirs: &'static [&'static str],
@@ -126,37 +125,38 @@ pub const LM_HEAD: &str = "lm_head.weight";
 pub(crate) const OUTPUT_LAYER: &str = "output_layer.weight";
 pub(crate) const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
 
-/// A parameter and the tensors of a file that make it up.
+/// A parameter and its tensors in a file.
 #[derive(Clone, Debug)]
 pub struct Planned {
-    /// Of the parameter, in this library's name and shape.
+    /// The parameter, with this library's name and shape.
     pub spec: ParamSpec,
-    /// Names in the file, in the order in which `transform` takes them.
+    /// Names in the file, in the order that `transform` takes.
     pub theirs: Vec<String>,
-    /// How their values become the parameter's, and back.
+    /// The conversion between their values and the parameter's.
     pub transform: Transform,
 }
 
-/// What a file says of a tensor: its dtype, if it is a floating-point one, and its shape.
+/// The tensors of a file by name: dtype, if it is a floating-point dtype, and shape.
 pub type Tensors = BTreeMap<String, (Option<Float>, Vec<usize>)>;
 
-/// Differences that a message spells out.
+/// Maximum number of differences that a message lists.
 const SHOWN: usize = 8;
 
-/// Where parameters come from.
+/// The sources of a model's parameters.
 #[derive(Debug)]
 pub struct Plan {
-    /// As many as there were specs, in their order.
+    /// One entry per spec, in the same order.
     pub parameters: Vec<Planned>,
-    /// An output matrix in the file of a tied model, and the tensor it must equal.
+    /// Present if the file of a tied model has an output matrix, too: the name of the tensor that the
+    /// matrix must equal.
     pub tied_head: Option<String>,
 }
 
 impl Family {
-    /// The tensors of every parameter in `specs`, as `transformers` names them.
+    /// The tensors of every parameter in `specs`, with the names of `transformers`.
     ///
     /// # Errors
-    /// A sentence naming a parameter that the family has not.
+    /// A sentence that names a parameter which the family does not have.
     pub fn plan(self, specs: &[ParamSpec]) -> Result<Vec<Planned>, String> {
         specs.iter().map(|spec| self.planned(spec, true)).collect()
     }
@@ -186,11 +186,11 @@ impl Family {
         Ok(Planned { spec: spec.clone(), theirs, transform: rule.transform })
     }
 
-    /// The same for the tensors of a file, after checking that it holds all of them in the right
-    /// shape and nothing else.
+    /// As [`plan`](Self::plan), for the tensors of a file. Checks that the file holds all of them
+    /// in the right shape and nothing else.
     ///
     /// # Errors
-    /// A sentence naming what is missing, left over, or of another shape.
+    /// A sentence that names the tensor that is missing, unknown, or of another shape.
     pub fn plan_file(
         self,
         specs: &[ParamSpec],

@@ -1,28 +1,28 @@
-//! The ways from a file's tensors to a parameter and back. They only move elements, so no value and
-//! no dtype changes.
+//! Conversions from a file's tensors to a parameter and back. They only move elements, so values
+//! and dtypes stay the same.
 //!
-//! Fused QKV rows are grouped per key/value group, (query heads…, key, value), as in Megatron-LM.
+//! As in Megatron-LM, fused QKV rows are grouped per key/value group: (query heads…, key, value).
 
 use megatron::config::ModelConfig;
 
-/// How a parameter is made of tensors; each way has its inverse.
+/// The conversion of tensors to a parameter. Each has an inverse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     /// The same elements.
     Copy,
-    /// A matrix that lies as `[in, out]` in the file (Conv1D).
+    /// A matrix that is stored as `[in, out]` in the file (Conv1D).
     Transpose,
-    /// Gate and up projection, one over the other.
+    /// Gate projection and up projection, concatenated by rows.
     GateUp,
     /// Query, key and value projection, regrouped per key/value group.
     QkvFromParts,
     /// The rows of all queries, then of all keys, then of all values, in one tensor.
     QkvFused,
-    /// The same as `[in, out]`.
+    /// As `QkvFused`, stored as `[in, out]`.
     QkvFusedTransposed,
 }
 
-/// How many rows of a QKV projection belong to what.
+/// The division of a QKV projection's rows.
 #[derive(Clone, Copy, Debug)]
 pub struct QkvShape {
     /// Key/value heads.
@@ -34,7 +34,7 @@ pub struct QkvShape {
 }
 
 impl QkvShape {
-    /// That of a model's attention.
+    /// The shape of a model's attention.
     pub fn of(model: &ModelConfig) -> Self {
         let heads_per_group = model.num_attention_heads / model.num_query_groups.max(1);
         Self {
@@ -64,8 +64,9 @@ impl Transform {
         }
     }
 
-    /// The bytes of a parameter of shape `ours` and elements of `size` bytes, from those of its
-    /// tensors, whose shapes are [`their_shapes`](Self::their_shapes).
+    /// Converts the bytes of the tensors `theirs`, with the shapes
+    /// [`their_shapes`](Self::their_shapes), to those of a parameter of shape `ours`. Elements have
+    /// `size` bytes.
     pub fn to_ours(
         self,
         mut theirs: Vec<Vec<u8>>,

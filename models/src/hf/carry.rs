@@ -1,5 +1,5 @@
-//! Files that go along with weights, beside checkpoints: from a Hugging Face folder, and from there
-//! when a run saves elsewhere.
+//! Sidecar files of the weights, next to checkpoints. They are copied from a Hugging Face folder,
+//! and to another folder when a run saves elsewhere.
 
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,9 @@ use megatron::checkpoint::{self, SidecarFiles};
 use super::config::CONFIG;
 use super::{GENERATION_CONFIG, ORIGIN_CONFIG, SIDECAR_FILES};
 
-/// Where what goes along comes from and goes to: settings of generation, the model's configuration,
-/// which is called `config` there, and, if they are of the run's tokenizer (`with_tokenizer`), the
-/// files about tokens.
+/// Source and destination of the sidecar files: the generation settings; the model's configuration,
+/// whose name in the source is `config`; and, with `with_tokenizer`, the tokenizer files. Set it if
+/// they belong to the run's tokenizer.
 pub(super) fn sidecars(
     (from, config): (&Path, &'static str),
     to: &Path,
@@ -23,14 +23,14 @@ pub(super) fn sidecars(
     pairs.map(|(name, there)| (from.join(name), to.join(there)))
 }
 
-/// Puts those of `pairs` in their places whose place is empty.
+/// Copies those of `pairs` whose destination does not exist.
 fn place_absent(pairs: impl Iterator<Item = (PathBuf, PathBuf)>) -> Result<()> {
     SidecarFiles::read(pairs.filter(|(_, to)| !to.exists()))?.place()
 }
 
-/// Copies the files about tokens in `folder`, which the run's tokenizer was opened in, beside the
-/// checkpoints in `checkpoints`, and if the run has no model's folder (`alone`), the settings of
-/// generation. Beside checkpoints that are there already files that are there stay.
+/// Copies the tokenizer files in `folder`, which the run's tokenizer was opened from, next to the
+/// checkpoints in `checkpoints`. If the run has no model folder (`alone`), also copies the
+/// generation settings. If there are already checkpoints, existing files stay.
 ///
 /// # Errors
 /// As [`copy_sidecar_files`].
@@ -39,13 +39,13 @@ pub fn copy_tokenizer(folder: &Path, checkpoints: &Path, alone: bool) -> Result<
     place(names.map(|name| (folder.join(name), checkpoints.join(name))), checkpoints)
 }
 
-/// Copies what goes along with the Hugging Face model in `folder` beside the checkpoints in
-/// `checkpoints`, the files about tokens if they are of the run's tokenizer (`with_tokenizer`).
-/// Beside checkpoints that are there already, so of a run that goes on, files that are there stay.
+/// Copies the sidecar files of the Hugging Face model in `folder` next to the checkpoints in
+/// `checkpoints`. Tokenizer files are copied only if they belong to the run's tokenizer
+/// (`with_tokenizer`). If there are already checkpoints, as for a resumed run, existing files stay.
 ///
 /// # Errors
-/// If there is no checkpoint yet and another file is where one goes, or the system refuses. Nothing
-/// is replaced.
+/// If there is no checkpoint yet and another file is in the place of a sidecar file, or if the
+/// system refuses. Nothing is replaced.
 pub fn copy_sidecar_files(folder: &Path, checkpoints: &Path, with_tokenizer: bool) -> Result<()> {
     place(sidecars((folder, CONFIG), checkpoints, with_tokenizer), checkpoints)
 }
@@ -59,8 +59,8 @@ fn place(pairs: impl Iterator<Item = (PathBuf, PathBuf)>, checkpoints: &Path) ->
     sidecars.place()
 }
 
-/// Copies what lies beside the checkpoints in `from` and is not there yet beside those in `to`, the
-/// files about tokens if they are of the run's tokenizer (`with_tokenizer`).
+/// Copies the sidecar files of the checkpoints in `from` that are missing next to those in `to`.
+/// Tokenizer files are copied only if they belong to the run's tokenizer (`with_tokenizer`).
 ///
 /// # Errors
 /// If the system refuses. Each file appears whole or not at all.
@@ -85,7 +85,7 @@ mod tests {
         carry_sidecar_files(from.path(), to.path(), false).unwrap();
         assert_eq!(read(ORIGIN_CONFIG).as_deref(), Some("theirs"));
         assert_eq!(read(GENERATION_CONFIG).as_deref(), Some("ours"));
-        // Those of another tokenizer than the run's would mislead.
+        // Files of a tokenizer other than the run's would mislead.
         assert_eq!((read("tokenizer.json"), read("chat_template.jinja")), (None, None));
         carry_sidecar_files(from.path(), &to.path().join("new"), true).unwrap();
         assert_eq!(read("new/tokenizer.json").as_deref(), Some("theirs"));

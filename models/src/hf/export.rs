@@ -1,5 +1,5 @@
-//! A checkpoint becomes a folder that `transformers` loads as it is: config, weights (in shards,
-//! with an index), tokenizer files, generation settings. One parameter is in memory at a time.
+//! Exports a checkpoint as a folder that `transformers` loads directly: config, weights (in shards,
+//! with an index), tokenizer files, generation settings. Only one parameter is in memory at a time.
 //!
 //! Names and shard rules: `huggingface_hub` `serialization`.
 
@@ -23,48 +23,48 @@ use super::{GENERATION_CONFIG, ORIGIN_CONFIG};
 use crate::families::{Family, Planned, QkvShape};
 use crate::{Gpt, SavedGpt};
 
-/// How the name of a folder ends that is not finished.
+/// Suffix of the name of an unfinished folder.
 const TEMPORARY: &str = ".tmp";
 
 const MAX_GENERATION_CONFIG: u64 = 16 << 20;
 
-/// How to export.
+/// Options of an export.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions {
-    /// Bytes of weights in one file at most, unless a single parameter has more.
+    /// Maximum bytes of weights in one file; a single larger parameter has its own file.
     pub max_shard_size: u64,
-    /// Dtype of all tensors; `None`: as they are stored.
+    /// Dtype of all tensors; `None` keeps the stored dtypes.
     pub dtype: Option<Float>,
 }
 
-/// What an export did.
+/// The result of an export.
 #[derive(Debug)]
 pub struct Exported {
-    /// The family the model was written as.
+    /// The family that the model was written as.
     pub family: Family,
-    /// Safetensors files.
+    /// Number of safetensors files.
     pub files: usize,
     /// Bytes of weights in them.
     pub bytes: u64,
-    /// What does not work with it, and what does.
+    /// A note about what does not work with the folder, and what works instead.
     pub note: Option<String>,
 }
 
-/// One parameter on its way out.
+/// One parameter to export.
 struct Leaving<'a> {
     planned: &'a Planned,
     dtype: Float,
     bytes: u64,
 }
 
-/// Writes the checkpoint in `path` (a folder of checkpoints, whose latest is meant, or one
-/// `iter_…`) as the new folder `out`.
+/// Exports the checkpoint in `path` (one `iter_…`, or a folder of checkpoints, whose latest is
+/// used) to the new folder `out`.
 ///
 /// # Errors
 /// If no Hugging Face family has the checkpoint's architecture, `out` is not empty, the checkpoint
-/// is damaged, or the system refuses. `out` appears whole or not at all.
+/// is damaged, or the system refuses. `out` appears complete or not at all.
 pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
-    // A link to an empty folder stays one, to the model.
+    // A link to an empty folder stays a link, now to the model.
     let link = out
         .is_symlink()
         .then(|| fs::canonicalize(out))
@@ -104,7 +104,7 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
             .map_or(Float::F32, |leaving| leaving.dtype);
         let note =
             write_descriptions(&manifest.state, &beside, &model, family, origin, dtype, &temp)?;
-        // An empty folder may stand in the place of the new one.
+        // An empty folder may exist in place of the new one.
         let _ = fs::remove_dir(out);
         fs::rename(&temp, out).map_err(|e| Error::io("create", out, e))?;
         Ok(note)
@@ -116,20 +116,20 @@ pub fn export(path: &Path, out: &Path, options: &ExportOptions) -> Result<Export
     Ok(Exported { family, files: shards.len(), bytes, note: result? })
 }
 
-/// The configuration of the folder that the weights were once imported from, if it still is that of
-/// the model.
+/// The configuration of the folder that the weights were imported from, if it still matches the
+/// model.
 fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     let path = beside.join(ORIGIN_CONFIG);
     if !path.exists() {
         return Ok(None);
     }
     let origin = HfConfig::read_file(&path)?;
-    // Settings of training, and the context of relative positions, do not say what the weights
-    // mean.
+    // Training settings, and the context length of relative positions, do not affect the meaning of
+    // the weights.
     let learned = model.position_embedding == PositionEmbedding::LearnedAbsolute;
     let meaning = |m: &ModelConfig| ModelConfig {
         seq_length: 0,
-        // What may be chosen beside --init-from-hf.
+        // Settings that the user may choose together with --init-from-hf.
         vocab_size: 0,
         rotary_base: 0.0,
         max_position_embeddings: if learned { m.max_position_embeddings } else { 0 },
@@ -142,8 +142,8 @@ fn origin(beside: &Path, model: &ModelConfig) -> Result<Option<HfConfig>> {
     Ok((meaning(&origin.model) == meaning(model)).then_some(origin))
 }
 
-/// A new hidden folder beside `out`, which must not hold anything yet, with a lock that tells
-/// others that somebody writes there.
+/// Creates a hidden folder next to `out`, which must be empty so far. A lock on it tells other
+/// processes that it is in use.
 fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(Error::checkpoint(
@@ -162,24 +162,24 @@ fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
         let temp = parent.join(format!(".{name}.{pid}.{attempt}{TEMPORARY}"));
         match fs::create_dir(&temp) {
             Ok(()) => {}
-            // Another's, or of a killed process that had this number.
+            // Of another process, or of a killed process with the same number.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
             Err(error) => return Err(Error::io("create", &temp, error)),
         }
         let folder = File::open(&temp).map_err(|e| Error::io("open", &temp, e))?;
         match folder.try_lock() {
-            // Who found it before it was locked may have removed it.
+            // A process that found it before it was locked may have removed it.
             Ok(()) if temp.is_dir() => return Ok((temp, Some(folder))),
             Ok(()) | Err(TryLockError::WouldBlock) => {}
-            // A file system without locks of folders, where nobody removes what is not locked.
+            // The file system has no locks on folders. There no process removes unlocked folders.
             Err(TryLockError::Error(_)) => return Ok((temp, None)),
         }
     }
     Err(Error::checkpoint(out, "no free name for a folder beside it"))
 }
 
-/// Removes the folders that exports to `name` have left in `parent` when they were killed: those of
-/// [`temporary`] that nobody holds.
+/// Removes the folders of [`temporary`] in `parent` that killed exports to `name` left behind:
+/// those without a lock.
 fn remove_leftovers(parent: &Path, name: &str) {
     let is_leftover = |entry: &str| entry.strip_prefix('.').and_then(unfinished) == Some(name);
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -193,7 +193,7 @@ fn remove_leftovers(parent: &Path, name: &str) {
     }
 }
 
-/// Deals parameters in order to files of at most `limit` bytes.
+/// Distributes parameters, in order, over files of at most `limit` bytes.
 fn shards<'a, 'b>(leaving: &'b [Leaving<'a>], limit: u64) -> Vec<Vec<&'b Leaving<'a>>> {
     let mut shards: Vec<Vec<&Leaving>> = Vec::new();
     let mut size = 0;
@@ -255,7 +255,7 @@ fn write_weights(
     Ok(())
 }
 
-/// f16 has no numbers beyond 65504.
+/// Refuses values that f16 cannot represent (beyond 65504).
 fn refuse_overflow(value: &[u8], dtype: Float, name: &str) -> Result<()> {
     let is_infinite = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & 0x7fff == 0x7c00;
     if dtype == Float::F16 && value.chunks_exact(2).any(is_infinite) {
@@ -284,7 +284,7 @@ fn read(manifest: &Manifest, planned: &Planned, dtype: Float) -> Result<Vec<u8>>
     Ok(kernels::tensor::host::with_bytes(&data, "export", |bytes| Ok(bytes.to_vec()))?)
 }
 
-/// Everything but the weights. Returns what is to be said of it.
+/// Writes everything except the weights. Returns a note about it, if any.
 fn write_descriptions(
     state: &Value,
     beside: &Path,
@@ -296,7 +296,7 @@ fn write_descriptions(
 ) -> Result<Option<String>> {
     let mut config = match origin {
         Some(HfConfig { model: original, mut json, .. }) => {
-            // A context that was extended in training.
+            // The context was extended in training.
             if model.max_position_embeddings > original.max_position_embeddings {
                 let name =
                     if family == Family::Bloom { "seq_length" } else { "max_position_embeddings" };
@@ -306,7 +306,7 @@ fn write_descriptions(
             if model.rotary_base != original.rotary_base {
                 json.insert("rope_theta".into(), model.rotary_base.into());
                 for name in ["rope_parameters", "rope_scaling"] {
-                    // Where it is there, it counts rather than the other.
+                    // If it exists, it takes precedence over the other.
                     if let Some(theta) =
                         json.get_mut(name).and_then(|rope| rope.get_mut("rope_theta"))
                     {
@@ -318,8 +318,8 @@ fn write_descriptions(
         }
         None => {
             let mut config = to_json(model, family);
-            // Null rather than absent: absent ones have a family's own defaults, tokens of another
-            // vocabulary.
+            // Null instead of absent: an absent field would get the family's default, a token of
+            // another vocabulary.
             for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 config.insert(token.into(), Value::Null);
             }
@@ -338,7 +338,8 @@ fn write_descriptions(
     let taken = Taken::of(state);
     let tokens = tokenizer::write(taken, beside, folder, family, model)?;
     tokens.name_in(&mut config);
-    // Where there are none, or of another tokenizer than bytes, they follow from the rest.
+    // If there are no settings, or they belong to another tokenizer than bytes, they are derived
+    // from the rest.
     let came = if taken.bytes { None } else { generation_config(beside)? };
     let mut generation = came.unwrap_or_else(|| {
         let names = ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter();
@@ -353,7 +354,7 @@ fn write_descriptions(
     Ok(tokens.note)
 }
 
-/// The settings of generation that came with the weights or the tokenizer.
+/// The generation settings that came with the weights or the tokenizer.
 fn generation_config(beside: &Path) -> Result<Option<Map<String, Value>>> {
     let path = beside.join(GENERATION_CONFIG);
     match files::read(&path, MAX_GENERATION_CONFIG) {

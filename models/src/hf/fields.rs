@@ -1,8 +1,9 @@
-//! The fields of a `config.json`, each read once, so that those nobody read can be refused by name.
+//! The fields of a `config.json`. Each is marked when it is read, so that unread fields can be
+//! refused by name.
 //!
-//! Null and `{}` count as absent. Fields that no result depends on are passed over: silently those
-//! that every configuration of `transformers` may carry (`configuration_utils.py`), with a word
-//! those that other programs leave there.
+//! Null and `{}` count as absent. Fields that do not affect the result are ignored: silently if any
+//! `transformers` configuration may have them (`configuration_utils.py`), with a note if other
+//! programs add them.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +11,7 @@ use serde_json::{Map, Value};
 
 type Read<T> = std::result::Result<T, String>;
 
-/// Names, bookkeeping, and settings of generation, as transformers itself writes them.
+/// Names, bookkeeping, and generation settings that transformers itself writes.
 const HARMLESS: &[&str] = &[
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -63,8 +64,8 @@ const HARMLESS: &[&str] = &[
     "use_cache",
 ];
 
-/// What other programs and older versions leave there: names, notes, and how a program computes the
-/// same.
+/// Fields of other programs and older versions: names, notes, and implementation choices with the
+/// same result.
 const INERT: &[&str] = &[
     "_commit_hash",
     "_flash_attn_2_enabled",
@@ -105,12 +106,12 @@ const INERT: &[&str] = &[
     "use_flash_attn",
     "use_return_dict",
 ];
-/// Beginnings and ends of more such names: a tool's own notes, heads that no language model has,
-/// versions, tokens of generation.
+/// Prefixes and suffixes of further such names: a tool's notes, heads that no language model has,
+/// versions, tokens for generation.
 const INERT_STARTS: [&str; 2] = ["unsloth_", "summary_"];
 const INERT_ENDS: [&str; 2] = ["_version", "_token_id"];
 
-/// Fields that change the result, but not with this value.
+/// Fields that would change the result, but not with this value.
 const NEUTRAL: &[(&str, f64)] = &[
     ("attn_pdrop", 0.0),
     ("embd_pdrop", 0.0),
@@ -138,32 +139,32 @@ impl<'a> Fields<'a> {
         Self { map, seen: HARMLESS.iter().map(|name| name.to_string()).collect() }
     }
 
-    /// Whether the field is there and null, which says more than nothing where a family's own
-    /// default is a value.
+    /// Whether the field exists and is null. Null and absence differ if a family's default is a
+    /// value.
     pub fn is_null(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(Value::is_null)
     }
 
-    /// A field of any type, unless it is null or `{}`; read from here on.
+    /// A field of any type, unless it is null or `{}`. Marks it as read.
     pub fn take(&mut self, name: &str) -> Option<&'a Value> {
         self.seen.insert(name.to_string());
         self.map.get(name).filter(|value| !is_absent(value))
     }
 
-    /// Fields that no result depends on.
+    /// Marks fields that do not affect the result as read.
     pub fn ignore(&mut self, names: &[&str]) {
         self.seen.extend(names.iter().map(|name| name.to_string()));
     }
 
     pub fn optional_int(&mut self, name: &str) -> Read<Option<usize>> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        // Larger numbers are no sizes of a model and would only overflow.
+        // Larger numbers are not sizes of a model and would only overflow.
         let int = value.as_u64().and_then(|v| u32::try_from(v).ok()).filter(|v| *v < 1 << 31);
         int.map(|v| Some(v as usize))
             .ok_or_else(|| format!("{name} is {value}, not a whole number of a model's size"))
     }
 
-    /// A number that goes by any of `names` and must be there.
+    /// A required number with any of `names`.
     pub fn int(&mut self, names: &[&str]) -> Read<usize> {
         let mut found = None;
         for name in names {
@@ -197,7 +198,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A name that must be one of `allowed`.
+    /// Checks that a name is one of `allowed`.
     pub fn must(&mut self, name: &str, default: Value, allowed: &[&str]) -> Read<()> {
         let value = self.take(name).unwrap_or(&default);
         match value.as_str() {
@@ -227,13 +228,13 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Refuses weights that are not stored as the numbers that they stand for.
+    /// Refuses quantized weights.
     pub fn refuse_quantized(&mut self) -> Read<()> {
         for name in ["quantization_config", "compression_config"] {
             let Some(value) = self.take(name) else { continue };
             let off = |key: &str| value.get(key).is_none_or(|on| *on == Value::Bool(false));
             let method = value.get("quant_method").and_then(Value::as_str).unwrap_or("unnamed");
-            // What bitsandbytes leaves behind where it did nothing.
+            // bitsandbytes leaves this even if it did nothing.
             if !(method == "bitsandbytes" && off("load_in_4bit") && off("load_in_8bit")) {
                 return Err(format!(
                     "has {name} (method {method}): its weights are quantized, and only whole ones are read; take the model that \
@@ -244,11 +245,11 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Ends the reading; returns the fields that were passed over and that transformers itself does
-    /// not write. One that says nothing (null, false, empty) may be there unread.
+    /// Ends the reading. Returns the ignored fields that transformers itself does not write. An
+    /// unread field is allowed if it has no content (null, false, empty).
     ///
     /// # Errors
-    /// Naming the fields that are not known and could change the result.
+    /// If unknown fields could change the result; the error names them.
     pub fn finish(self) -> Read<Vec<String>> {
         let silent = |value: &Value| match value {
             Value::Bool(false) => true,
@@ -275,7 +276,7 @@ fn is_absent(value: &Value) -> bool {
     value.is_null() || value.as_object().is_some_and(Map::is_empty)
 }
 
-/// Whether no result depends on an unread field.
+/// Whether an unread field does not affect the result.
 fn is_inert(name: &str, value: &Value) -> bool {
     INERT.contains(&name)
         || INERT_STARTS.iter().any(|start| name.starts_with(start))

@@ -1,5 +1,5 @@
-//! The safetensors files of a folder: one, or several with an index. Only headers are kept; tensors
-//! are read when asked for.
+//! The safetensors files of a folder: one file, or several with an index. Only headers are kept in
+//! memory; tensors are read on request.
 //!
 //! `transformers` `modeling_utils.py`: `model.safetensors`, or, where there is none,
 //! `model.safetensors.index.json` with a `weight_map`.
@@ -17,7 +17,7 @@ pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 const MAX_INDEX_BYTES: u64 = 256 << 20;
 
-/// What a folder has in the place of safetensors.
+/// Describes what a folder contains instead of safetensors files.
 fn no_weights(folder: &Path) -> String {
     if let Some(found @ (Found::DeepSpeed | Found::Adapter | Found::MegatronLm | Found::Missing)) =
         Found::at(folder)
@@ -48,7 +48,7 @@ fn no_weights(folder: &Path) -> String {
     format!("holds neither {SINGLE} nor {INDEX}")
 }
 
-/// A tensor's bytes as they are in a file.
+/// A tensor with its bytes as stored in a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Stored {
     pub dtype: Float,
@@ -61,7 +61,7 @@ pub struct HfFiles {
     folder: PathBuf,
     files: Vec<ShardFile>,
     tensors: Tensors,
-    /// Index of the file of each tensor.
+    /// For each tensor, the index of its file.
     homes: BTreeMap<String, usize>,
 }
 
@@ -140,7 +140,7 @@ impl HfFiles {
         Ok(Self { folder: folder.to_path_buf(), files, tensors, homes })
     }
 
-    /// Where they are.
+    /// The folder of the files.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -153,7 +153,8 @@ impl HfFiles {
     /// Reads a tensor.
     ///
     /// # Errors
-    /// If there is none of this name, or it is not of a floating-point dtype, or reading fails.
+    /// If there is no tensor with this name, its dtype is not a floating-point dtype, or reading
+    /// fails.
     pub fn read(&self, name: &str) -> Result<Stored> {
         let (Some((Some(dtype), shape)), Some(&home)) =
             (self.tensors.get(name), self.homes.get(name))

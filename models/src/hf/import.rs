@@ -1,5 +1,5 @@
-//! A Hugging Face folder becomes a checkpoint: weights only, in the dtypes of the files, one
-//! parameter in memory at a time.
+//! Imports a Hugging Face folder as a checkpoint: weights only, in the dtypes of the files, with
+//! only one parameter in memory at a time.
 
 use std::path::{Path, PathBuf};
 
@@ -13,26 +13,26 @@ use super::config::CONFIG;
 use super::model::HfModel;
 use crate::families::Family;
 
-/// What an import did.
+/// The result of an import.
 #[derive(Debug)]
 pub struct Imported {
     /// The checkpoint's own folder.
     pub path: PathBuf,
-    /// The family the model is of.
+    /// The family of the model.
     pub family: Family,
-    /// What was passed over in its configuration.
+    /// A note about ignored fields of its configuration.
     pub note: Option<String>,
-    /// Parameters in elements, a tied matrix counted once.
+    /// Number of elements in all parameters; a tied matrix counts once.
     pub elements: u64,
 }
 
-/// Writes the model in `folder` as a checkpoint of iteration 0 into `checkpoints`, with the files
-/// about tokens beside it. `progress` hears of the elements done and in all.
+/// Writes the model in `folder` to `checkpoints` as a checkpoint of iteration 0, with the tokenizer
+/// files next to it. Calls `progress` with the number of elements done and in total.
 ///
 /// # Errors
 /// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there, another file is
-/// where one about tokens goes, [`HfModel::open`] refuses the folder, or a file cannot be read or
-/// written. `checkpoints` is as it was then.
+/// in the place of a tokenizer file, [`HfModel::open`] refuses the folder, or a file cannot be read
+/// or written. `checkpoints` then stays unchanged.
 pub fn import(
     folder: &Path,
     checkpoints: &Path,
@@ -59,11 +59,11 @@ pub fn import(
     Ok(Imported { path, family: model.config.family, note: model.config.note(), elements: total })
 }
 
-/// Asserts that `checkpoints` is not the folder of a Hugging Face model, with whose files
-/// checkpoints and theirs would mix.
+/// Checks that `checkpoints` is not the folder of a Hugging Face model, because checkpoints and
+/// their sidecar files would mix with the model's files.
 ///
 /// # Errors
-/// If it is.
+/// If it is one.
 pub fn refuse_model_folder(checkpoints: &Path) -> Result<()> {
     if !checkpoints.join(CONFIG).exists() {
         return Ok(());

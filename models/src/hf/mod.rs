@@ -1,5 +1,5 @@
-//! Hugging Face folders: what they describe ([`HfConfig`]), their weights ([`HfModel`]), and the
-//! ways in and out ([`import`], [`export`]).
+//! Hugging Face folders: their configuration ([`HfConfig`]), their weights ([`HfModel`]), and
+//! conversion in both directions ([`import`], [`export`]).
 //!
 //! ```
 //! use megatron::checkpoint::Float;
@@ -51,7 +51,7 @@
 //! assert_eq!((name, shape), ("embedding.word_embeddings.weight", &[32, 16][..]));
 //! assert_eq!(dtype, Float::Bf16);
 //!
-//! // … and a checkpoint again, to go on from.
+//! // … and a checkpoint again, to continue from.
 //! let imported = import(&folder.join("gpt2"), &folder.join("fine-tuned"), |_done, _total| {})?;
 //! assert_eq!(imported.elements * 2, exported.bytes);
 //! # Ok(())
@@ -74,9 +74,9 @@ pub use files::HfFiles;
 pub use import::{Imported, import, refuse_model_folder};
 pub use model::{HfModel, Raw};
 
-/// `config.json` of the folder that a checkpoint was imported from, beside the checkpoints.
+/// `config.json` of the folder that a checkpoint was imported from, stored next to the checkpoints.
 pub const ORIGIN_CONFIG: &str = "hf_config.json";
-/// Files about tokens and generation that go along with weights.
+/// Files about tokens and generation that accompany weights.
 pub const SIDECAR_FILES: [&str; 9] = [
     "tokenizer.json",
     "tokenizer_config.json",

@@ -1,4 +1,4 @@
-//! A Hugging Face folder as the parameters of a model, read one at a time.
+//! A Hugging Face folder as a model's parameters, read one at a time.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -15,24 +15,24 @@ use crate::Gpt;
 use crate::bounds::bounded;
 use crate::families::{LM_HEAD, OUTPUT_LAYER, Plan, Planned, QkvShape, WORD_EMBEDDINGS};
 
-/// Extents that a message about the tensor in question is worth.
+/// Up to this extent a message names the mismatching tensor.
 const SMALL_EXTENT: usize = 1 << 20;
 
 /// A parameter's value: global, unpadded, in the dtype of the file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Raw {
-    /// Of the elements in the file.
+    /// Dtype of the elements in the file.
     pub dtype: Float,
-    /// Global, without padding.
+    /// Global shape, without padding.
     pub shape: Vec<usize>,
-    /// Row-major, little-endian.
+    /// Elements in row-major order, little-endian.
     pub bytes: Vec<u8>,
 }
 
-/// The model in a folder: every tensor of its files is accounted for, and every parameter has its
-/// tensors.
+/// The model in a folder. Every tensor of the files belongs to a parameter, and every parameter has
+/// all its tensors.
 pub struct HfModel {
-    /// What `config.json` says.
+    /// The content of `config.json`.
     pub config: HfConfig,
     files: HfFiles,
     parameters: Vec<Planned>,
@@ -43,8 +43,8 @@ impl HfModel {
     /// Opens a folder with `config.json` and safetensors files. Weights are not read yet.
     ///
     /// # Errors
-    /// If the architecture is not known, or the files do not hold exactly its tensors; messages
-    /// name what is wrong.
+    /// If the architecture is unknown, or the files do not hold exactly its tensors; messages name
+    /// what is wrong.
     pub fn open(folder: &Path) -> Result<Self> {
         Self::with(HfConfig::read(folder)?, HfFiles::open(folder)?)
     }
@@ -52,7 +52,7 @@ impl HfModel {
     /// The model that `config` describes, in `files`; see [`HfModel::open`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`HfModel::open`].
     pub fn with(config: HfConfig, files: HfFiles) -> Result<Self> {
         let plan = plan(&config, &files)?;
         if let Some(words) = plan.tied_head
@@ -69,15 +69,15 @@ impl HfModel {
         Ok(Self { config, files, parameters: plan.parameters, qkv })
     }
 
-    /// Whether `files` hold the model that `config` describes, by their headers alone.
+    /// Checks, from the headers alone, that `files` hold the model that `config` describes.
     ///
     /// # Errors
-    /// As [`HfModel::open`], but for a repeated matrix that is not what it repeats.
+    /// As [`HfModel::open`], except for a repeated matrix with different values.
     pub fn check(config: &HfConfig, files: &HfFiles) -> Result<()> {
         plan(config, files).map(drop)
     }
 
-    /// Reads all weights, for what is wrong with them.
+    /// Reads all weights to find errors in them.
     ///
     /// # Errors
     /// As [`HfModel::read`].
@@ -122,18 +122,18 @@ impl HfModel {
         Ok(Raw { dtype, shape: spec.shape.clone(), bytes })
     }
 
-    /// Fills the parameters that a rank holds, reading only those, one at a time.
+    /// Fills the parameters that a rank holds. Reads only those, one at a time.
     ///
     /// # Errors
-    /// If `store` has a parameter that the folder has not, or in another shape, a file cannot be
+    /// If `store` has a parameter that the folder lacks or has in another shape, a file cannot be
     /// read, or a tensor holds NaN or infinity.
     pub fn load_into(&self, store: &ParamStore) -> Result<()> {
         self.fill(store, None)
     }
 
-    /// The same for a model whose vocabulary may have another size: rows that are not there are
-    /// left out, and those that the folder has not are what a run of this `seed` begins with, so
-    /// the same on every layout.
+    /// As [`HfModel::load_into`], for a model whose vocabulary may have another size. Extra rows of
+    /// the folder are dropped. Rows that the folder lacks get the initial values of a run with this
+    /// `seed`, which are the same on every layout.
     ///
     /// # Errors
     /// As [`HfModel::load_into`].
@@ -170,7 +170,7 @@ impl HfModel {
             for piece in param.pieces.iter().filter(|piece| piece.offset[0] < shape[0]) {
                 let mut cut = value.clone();
                 for (dim, (start, len)) in piece.offset.iter().zip(&piece.shape).enumerate() {
-                    // Rows that are not there are the last ones.
+                    // Missing rows are the last ones.
                     cut = cut.narrow(dim, *start, (*len).min(shape[dim] - start))?;
                 }
                 let values = cut.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
@@ -182,13 +182,13 @@ impl HfModel {
         Ok(())
     }
 
-    /// The architecture.
+    /// Settings of the model.
     pub fn model(&self) -> &ModelConfig {
         &self.config.model
     }
 }
 
-/// Which tensors make up which parameters.
+/// Assigns tensors to parameters.
 fn plan(config: &HfConfig, files: &HfFiles) -> Result<Plan> {
     let (model, held) = (&config.model, files.tensors());
     let refuse = |why: String| Error::checkpoint(files.folder(), why);

@@ -1,9 +1,9 @@
-//! The files about tokens of an exported model, from which transformers' `AutoTokenizer` makes the
+//! The tokenizer files of an exported model, from which transformers' `AutoTokenizer` produces the
 //! tokens of training.
 //!
-//! What came is carried as it is. What was made here, and what says too little, is completed:
-//! without a `tokenizer_class`, `AutoTokenizer` takes the one of the model's type, and several of
-//! these build a pipeline of their own around the vocabulary (`transformers` 5:
+//! Files that came with the model are copied unchanged. Files created here, and incomplete ones,
+//! are completed: without a `tokenizer_class`, `AutoTokenizer` uses the class of the model's type,
+//! and several of these build their own pipeline around the vocabulary (`transformers` 5:
 //! `models/auto/tokenization_auto.py`, `tokenization_{gpt2,qwen2,llama}.py`).
 
 use std::path::Path;
@@ -20,36 +20,37 @@ use crate::families::Family;
 
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
-/// Of a vocabulary for all languages, in its longest spelling.
+/// Maximum size of a tokenizer file, enough for a vocabulary of all languages in its longest
+/// spelling.
 const MAX_BYTES: u64 = 256 << 20;
-/// The class that takes a `tokenizer.json` as it is, in versions 4 and 5.
+/// The class that uses a `tokenizer.json` unchanged, in versions 4 and 5.
 const AS_IT_IS: &str = "PreTrainedTokenizerFast";
-/// What ends documents of bytes, as it is spelled in vocabularies trained here.
+/// The end of a document of bytes, as spelled in vocabularies trained here.
 const END_OF_TEXT: &str = "<|endoftext|>";
-/// Tokens that begin a text, and that fill one up, in well-known vocabularies.
+/// Tokens for the beginning of a text and for padding in well-known vocabularies.
 const WELL_KNOWN_BEGINNINGS: [&str; 3] = ["<|begin_of_text|>", "<s>", "<bos>"];
 const WELL_KNOWN_PADDINGS: [&str; 4] = ["<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>"];
-/// How `Qwen2Tokenizer` cuts words.
+/// The pattern with which `Qwen2Tokenizer` splits words.
 const QWEN2_WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// What the files say of tokens.
+/// The special tokens that the files name.
 #[derive(Debug, Default)]
 pub(super) struct Tokens {
     pub eos: Option<u32>,
     pub bos: Option<u32>,
     pub pad: Option<u32>,
-    /// Why `AutoTokenizer` makes other tokens nevertheless, and what works.
+    /// The reason why `AutoTokenizer` nevertheless produces other tokens, and what works instead.
     pub note: Option<String>,
 }
 
-/// How a run took text, by a checkpoint's state.
+/// How a run tokenized text, according to a checkpoint's state.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Taken {
-    /// Bytes were the tokens.
+    /// Whether bytes were the tokens.
     pub bytes: bool,
-    /// Special tokens spelled out in a text were text.
+    /// Whether special tokens spelled out in a text were treated as text.
     literal: bool,
-    /// Nothing was put around a text.
+    /// Whether no tokens were added around a text.
     bare: bool,
 }
 
@@ -63,10 +64,11 @@ impl Taken {
     }
 }
 
-/// Puts the files about tokens that lie in `beside` into `folder`, or those of bytes.
+/// Copies the tokenizer files next to the checkpoint in `beside` to `folder`, or writes those of a
+/// byte tokenizer.
 ///
 /// # Errors
-/// If one cannot be read or written, or is no JSON.
+/// If a file cannot be read or written, or is not JSON.
 pub(super) fn write(
     taken: Taken,
     beside: &Path,
@@ -75,7 +77,7 @@ pub(super) fn write(
     model: &ModelConfig,
 ) -> Result<Tokens> {
     if taken.bytes {
-        // Files beside it are of another tokenizer.
+        // The files next to the checkpoint belong to another tokenizer.
         write_json(&folder.join(TOKENIZER_FILE), &bytes_json())?;
     } else {
         let names = SIDECAR_FILES.into_iter().filter(|name| *name != GENERATION_CONFIG);
@@ -102,7 +104,7 @@ pub(super) fn write(
         config.insert("split_special_tokens".into(), true.into());
     }
     if removes {
-        // By which some classes of transformers build one.
+        // Some classes of transformers build a post-processor from these settings.
         config.extend(["add_bos_token", "add_eos_token"].map(|key| (key.into(), false.into())));
     }
     complete(&mut config, &map, &vocabulary, eod, model);
@@ -121,7 +123,7 @@ pub(super) fn write(
     Ok(Tokens { eos: eod.or(id("eos_token")), bos: id("bos_token"), pad: id("pad_token"), note })
 }
 
-/// A post-processor without those of its steps that put tokens around a text.
+/// A post-processor without the steps that add tokens around a text.
 fn without_tokens(processor: &Value) -> Value {
     let keeps = |step: &Value| step["type"] == "ByteLevel";
     match processor["processors"].as_array() {
@@ -141,7 +143,7 @@ fn without_tokens(processor: &Value) -> Value {
     }
 }
 
-/// Says which tokens begin, end and fill up a text, where nothing says so.
+/// Names the tokens for beginning, end and padding, if no file names them.
 fn complete(
     config: &mut Map<String, Value>,
     map: &Map<String, Value>,
@@ -168,7 +170,7 @@ fn complete(
     let others =
         [("bos_token", known(&WELL_KNOWN_BEGINNINGS)), ("pad_token", known(&WELL_KNOWN_PADDINGS))];
     for (name, token) in others {
-        // What ends a document stands before the next one, too.
+        // The token that ends a document also stands before the next one.
         if let Some(token) = token.or(end.clone())
             && !says(config, name)
         {
@@ -192,8 +194,8 @@ fn complete(
     }
 }
 
-/// Has `AutoTokenizer` take the `tokenizer.json` as it is where a class of the model's type, or the
-/// one named, would build another pipeline; says so where none can be named.
+/// Makes `AutoTokenizer` use the `tokenizer.json` unchanged, if a class of the model's type, or the
+/// named one, would build another pipeline. Returns a note if no class can be named for this.
 fn choose_class(
     config: &mut Map<String, Value>,
     family: Family,
@@ -206,7 +208,7 @@ fn choose_class(
     if named.is_none_or(|class| !builds(&class, json)) {
         config.insert("tokenizer_class".into(), AS_IT_IS.into());
     }
-    // Whatever is named.
+    // Whatever class is named.
     (family == Family::Qwen2 && !builds("Qwen2Tokenizer", json)).then(|| {
         format!(
             "AutoTokenizer of transformers 5 builds Qwen2's own tokenizer for every model of type qwen2, which gives other tokens than \
@@ -215,7 +217,7 @@ fn choose_class(
     })
 }
 
-/// Whether a class of transformers, if it builds a pipeline of its own, builds that of `json`.
+/// Whether a class of transformers that builds its own pipeline builds the same pipeline as `json`.
 fn builds(class: &str, json: &Map<String, Value>) -> bool {
     let part = |name: &str| json.get(name).unwrap_or(&Value::Null);
     let normalizer = part("normalizer").get("type").and_then(Value::as_str);
@@ -250,7 +252,7 @@ fn builds(class: &str, json: &Map<String, Value>) -> bool {
             };
             byte_level && normalizer == Some("NFC") && in_two(parts)
         }
-        // With ▁ for spaces, in whichever of the two ways.
+        // With ▁ for spaces, in either of the two forms.
         "LlamaTokenizer" => {
             is_bpe
                 && (words["type"] == "Metaspace"
@@ -275,7 +277,7 @@ impl Vocabulary<'_> {
         let added = self.added().find(|(_, content)| *content == spelling).map(|(id, _)| id);
         added.or_else(|| match self.0.get("model")?.get("vocab")? {
             Value::Object(ids) => u32::try_from(ids.get(spelling)?.as_u64()?).ok(),
-            // Unigram's.
+            // The form of Unigram vocabularies.
             Value::Array(pieces) => {
                 pieces.iter().position(|piece| piece[0] == spelling).map(|id| id as u32)
             }
@@ -297,12 +299,12 @@ impl Vocabulary<'_> {
     }
 }
 
-/// A token as configurations write it: its spelling, or an object with that.
+/// A token in a configuration: its spelling, or an object with the spelling.
 fn spelling(token: &Value) -> Option<String> {
     token.as_str().or_else(|| token.get("content")?.as_str()).map(str::to_owned)
 }
 
-/// The object in a file; an empty one where there is no file.
+/// The object in a file; empty if there is no file.
 fn object(path: &Path) -> Result<Map<String, Value>> {
     match files::read(path, MAX_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
@@ -313,11 +315,11 @@ fn object(path: &Path) -> Result<Map<String, Value>> {
     }
 }
 
-/// A `tokenizer.json` of bytes: each is a token of its own number, and the last token ends a
-/// document.
+/// A `tokenizer.json` of bytes: each byte is the token with its own number, and the last token ends
+/// a document.
 fn bytes_json() -> Value {
-    // The characters that byte-level vocabularies write bytes as: themselves, if they can be seen,
-    // others from 256 on.
+    // The characters for bytes in byte-level vocabularies: printable bytes stand for themselves,
+    // others are numbered from 256 on.
     let seen = |byte: &u32| matches!(*byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut unseen = 256..;
     let written =
@@ -346,7 +348,7 @@ fn bytes_json() -> Value {
     })
 }
 
-/// The ids of a configuration under `name`: one or several.
+/// The one or several ids under `name` in a configuration.
 fn ids(config: &Map<String, Value>, name: &str) -> Vec<u64> {
     match config.get(name) {
         Some(Value::Array(ids)) => ids.iter().filter_map(Value::as_u64).collect(),
@@ -356,7 +358,7 @@ fn ids(config: &Map<String, Value>, name: &str) -> Vec<u64> {
 }
 
 impl Tokens {
-    /// Puts the ids into a `config.json` or `generation_config.json` that knows none, or those of
+    /// Writes the ids to a `config.json` or `generation_config.json` that has none, or those of
     /// another tokenizer.
     pub fn name_in(&self, config: &mut Map<String, Value>) {
         let is_anothers =
@@ -381,7 +383,7 @@ impl Tokens {
 mod tests {
     use super::*;
 
-    /// The files of an export of a model with `files` beside its checkpoint.
+    /// The files of an exported model that had `files` next to its checkpoint.
     fn exported(
         family: Family,
         state: Value,
@@ -423,7 +425,7 @@ mod tests {
             (&config["tokenizer_class"], &config["eos_token"]),
             (&json!(AS_IT_IS), &json!(END_OF_TEXT))
         );
-        // No spelling in a text is a token.
+        // No spelling in a text becomes a special token.
         assert_eq!(
             (&config["split_special_tokens"], &config["model_max_length"]),
             (&json!(true), &json!(32))
@@ -447,7 +449,7 @@ mod tests {
             (&config["tokenizer_class"], &config["bos_token"]),
             (&json!(AS_IT_IS), &json!("<s>"))
         );
-        // It builds another pipeline, and takes no advice.
+        // Qwen2's class builds another pipeline and ignores the setting.
         let (_, tokens) = exported(Family::Qwen2, json!({}), &[(TOKENIZER_FILE, &json)]);
         assert!(tokens.note.unwrap().contains("PreTrainedTokenizerFast.from_pretrained"));
     }
@@ -469,7 +471,7 @@ mod tests {
             (&config(&folder)["tokenizer_class"], &config(&folder)["chat_template"]),
             (&json!(AS_IT_IS), &json!("{{ x }}"))
         );
-        // What ends a document may be said elsewhere.
+        // Another file may name the end of a document.
         let map = json!({"eos_token": "a"});
         let (folder, tokens) =
             exported(Family::Gpt2, json!({}), &[(TOKENIZER_FILE, &other), (SPECIAL_TOKENS, &map)]);

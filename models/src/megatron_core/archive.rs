@@ -1,5 +1,5 @@
-//! What `torch.save` writes: a zip whose `data.pkl` is a pickle, beside the bytes of each storage,
-//! as they are in memory.
+//! Archives of `torch.save`: a zip whose `data.pkl` is a pickle, together with the raw bytes of
+//! each storage.
 //!
 //! `torch/serialization.py`. An archive may be a part of a file, as in a distributed checkpoint.
 
@@ -13,9 +13,9 @@ use super::pickle::{Pickle, Value};
 
 type Found<T> = std::result::Result<T, String>;
 
-/// Of a tensor's pickle, which has the order of 200 bytes.
+/// Maximum bytes of a tensor's pickle, which usually has about 200.
 const MAX_TENSOR_PICKLE: u64 = 1 << 20;
-/// Dimensions that a tensor has at most.
+/// Maximum number of dimensions of a tensor.
 pub const MAX_DIMS: usize = 8;
 
 /// A range of a file's bytes.
@@ -54,15 +54,15 @@ impl Seek for Window {
 /// An archive of `torch.save`.
 pub struct Archive {
     zip: ZipArchive<BufReader<Window>>,
-    /// The folder that all of its entries are in.
+    /// The folder that contains all of its entries.
     root: String,
 }
 
 impl Archive {
-    /// Opens the archive in `length` bytes of `file` from `start` on.
+    /// Opens the archive in the `length` bytes of `file` from `start` on.
     ///
     /// # Errors
-    /// If there is none.
+    /// If there is no archive.
     pub fn open(mut file: File, start: u64, length: u64) -> Found<Self> {
         file.seek(SeekFrom::Start(start)).map_err(|e| e.to_string())?;
         let window = BufReader::new(Window { file, start, length, at: 0 });
@@ -73,7 +73,7 @@ impl Archive {
         let root = root.and_then(|root| String::from_utf8(root.to_vec()).ok());
         let root = root.ok_or("is no archive of torch.save: it has no data.pkl")?;
         let mut archive = Self { zip, root };
-        // Older versions do not say; they wrote on little-endian machines.
+        // Older versions do not record it; they wrote on little-endian machines.
         let order = archive.entry("byteorder", 16).unwrap_or_else(|_| b"little".to_vec());
         if order != b"little" {
             return Err("was written on a big-endian machine, and is not available here".into());
@@ -81,7 +81,7 @@ impl Archive {
         Ok(archive)
     }
 
-    /// The bytes of `data.pkl`, of which there may be `most`.
+    /// The bytes of `data.pkl`, at most `most`.
     ///
     /// # Errors
     /// If it is larger, or damaged.
@@ -99,16 +99,16 @@ impl Archive {
             ));
         }
         let mut bytes = Vec::new();
-        // The end of an entry is where its checksum is compared.
+        // The checksum is verified when the end of an entry is read.
         entry.take(most + 1).read_to_end(&mut bytes).map_err(|e| format!("its {path}: {e}"))?;
         Ok(bytes)
     }
 
-    /// The tensor that the archive holds, which must be of `dtype` and `shape`, in which leading
-    /// dimensions of 1 may be left out there.
+    /// The tensor in the archive, which must have `dtype` and `shape`. Leading dimensions of 1 may
+    /// be missing in the archive.
     ///
     /// # Errors
-    /// If it holds another, or something else, or is damaged.
+    /// If it holds another tensor or something else, or is damaged.
     pub fn tensor(&mut self, dtype: Float, shape: &[usize]) -> Found<Strided> {
         let bytes = self.pickle(MAX_TENSOR_PICKLE)?;
         let pickle = Pickle::parse(&bytes)?;
@@ -140,19 +140,19 @@ impl Archive {
     }
 }
 
-/// A tensor's bytes, whose elements lie `strides` apart from element `offset` on; all of them are
-/// there.
+/// A tensor's bytes. Its elements start at element `offset` and are `strides` apart; all of them
+/// are within the bytes.
 pub struct Strided {
     pub bytes: Vec<u8>,
     pub offset: usize,
     pub strides: Vec<usize>,
 }
 
-/// What `torch._utils._rebuild_tensor_v2` is called with.
+/// The arguments of `torch._utils._rebuild_tensor_v2`.
 struct Described<'p> {
     dtype: Float,
     key: &'p str,
-    /// Elements of the storage.
+    /// Number of elements in the storage.
     numel: usize,
     offset: usize,
     shape: Vec<usize>,
@@ -188,7 +188,7 @@ impl<'p> Described<'p> {
         bytes.ok_or_else(|| format!("holds a tensor of {} elements, which none has", self.numel))
     }
 
-    /// One past its last element in the storage.
+    /// One past the tensor's last element in the storage.
     fn end(&self) -> Option<usize> {
         let mut last = self.offset;
         for (len, stride) in self.shape.iter().zip(&self.strides) {
@@ -198,7 +198,7 @@ impl<'p> Described<'p> {
     }
 }
 
-/// A tuple of sizes, or a `torch.Size`.
+/// A shape: a tuple of sizes, or a `torch.Size`.
 pub fn extents(value: Value) -> Option<Vec<usize>> {
     let tuple = match value.class() {
         Some(("torch", "Size")) => value.arguments()?.item(0)?,
@@ -214,8 +214,8 @@ mod tests {
 
     use super::*;
 
-    /// What asking for an f32 of `shape` says, of an archive with a 2 × 3 tensor of `class` with
-    /// `strides`, in 6 elements.
+    /// The result of requesting an f32 tensor of `shape` from an archive with a 2 × 3 tensor of
+    /// `class` with `strides`, in 6 elements.
     fn ask(class: &str, strides: [u8; 2], bytes: usize, shape: &[usize]) -> Found<Strided> {
         let [rows, columns] = strides;
         let storage = [
@@ -229,7 +229,7 @@ mod tests {
             [&b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("[..], &storage, &sizes, b"tR."]
                 .concat();
         let mut file = tempfile::tempfile().unwrap();
-        // Not at the beginning, as in a distributed checkpoint.
+        // Not at the start of the file, as in a distributed checkpoint.
         file.write_all(b"another").unwrap();
         let mut zip = Vec::new();
         let mut writer = zip::ZipWriter::new(io::Cursor::new(&mut zip));

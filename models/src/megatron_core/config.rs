@@ -1,5 +1,5 @@
-//! Megatron-LM's arguments, as its checkpoints record them, → [`ModelConfig`]. What would change
-//! the result and is not built is refused by name.
+//! Converts Megatron-LM's arguments, as its checkpoints record them, to a [`ModelConfig`]. A
+//! setting that would change the result but is not supported is refused by name.
 //!
 //! `megatron/training/arguments.py` (`core_transformer_config_from_args`, `validate_args`),
 //! `megatron/core/transformer/mlp.py`.
@@ -12,10 +12,10 @@ use super::pickle::Value;
 
 type Read<T> = std::result::Result<T, String>;
 
-/// More are taken for a mistake.
+/// A larger number is considered a mistake.
 const MOST_LAYERS: usize = 1 << 16;
 
-/// What must be absent, None, False, 0 or empty.
+/// Arguments that must be absent, None, False, 0 or empty.
 const UNAVAILABLE: [&str; 30] = [
     "activation_func_clamp_value",
     "apply_layernorm_1p",
@@ -49,19 +49,19 @@ const UNAVAILABLE: [&str; 30] = [
     "window_size",
 ];
 
-/// How many tokens a model has, and how that is known.
+/// The number of tokens of a model, and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vocabulary {
-    /// By whoever imports it.
+    /// Given by the caller of the import.
     Given(usize),
-    /// By `vocab_size`.
+    /// Recorded in `vocab_size`.
     Recorded(usize),
-    /// Not at all; all rows of the padded matrix are taken for tokens.
+    /// Unknown; all rows of the padded matrix count as tokens.
     Padded(usize),
 }
 
 impl Vocabulary {
-    /// Tokens, whichever way they are known.
+    /// The number of tokens, whatever the source.
     pub fn size(self) -> usize {
         let (Self::Given(size) | Self::Recorded(size) | Self::Padded(size)) = self;
         size
@@ -73,7 +73,7 @@ impl Vocabulary {
 pub struct Args<'p>(Value<'p>);
 
 impl<'p> Args<'p> {
-    /// Those in the common part of a checkpoint.
+    /// The arguments in the common part of a checkpoint.
     ///
     /// # Errors
     /// If there are none.
@@ -105,7 +105,7 @@ impl<'p> Args<'p> {
     }
 
     pub fn optional_int(self, name: &str) -> Read<Option<usize>> {
-        // Larger numbers are no sizes of a model and would only overflow.
+        // Larger numbers are not sizes of a model and would only overflow.
         self.read(name, "a whole number of a model's size", |value| {
             value.size().filter(|&size| size < 1 << 31)
         })
@@ -146,7 +146,7 @@ impl<'p> Args<'p> {
         }
     }
 
-    /// Which of `padded` rows are tokens.
+    /// How many of `padded` rows are tokens.
     fn vocabulary(self, padded: usize, given: Option<usize>) -> Read<Vocabulary> {
         if let Some(size) = given {
             return match size {
@@ -160,7 +160,7 @@ impl<'p> Args<'p> {
         let Some(recorded) = self.optional_int("vocab_size")? else {
             return Ok(Vocabulary::Padded(padded));
         };
-        // NullTokenizer counts its end of a document besides.
+        // NullTokenizer adds an end-of-document token to this number.
         let size = if self.name("tokenizer_type")? == Some("NullTokenizer") {
             recorded + 1
         } else {
@@ -172,18 +172,18 @@ impl<'p> Args<'p> {
             .unwrap_or(128)
             .saturating_mul(tp)
             .max(1);
-        // The tokenizer has the last word in Megatron-LM, too: a size that is padded to another one
-        // is not the model's.
+        // In Megatron-LM, too, the tokenizer decides: a size that pads to a different number of
+        // rows is not the model's.
         let same = size > 0 && size.checked_next_multiple_of(multiple) == Some(padded);
         Ok(if same { Vocabulary::Recorded(size) } else { Vocabulary::Padded(padded) })
     }
 
-    /// The architecture of a model whose word embeddings have `padded` rows; `given`: the tokens
-    /// among them.
+    /// The architecture of a model whose word embeddings have `padded` rows. `given` is the number
+    /// of tokens among them.
     ///
     /// # Errors
-    /// If it has what this program has not, or settings are missing or contradict each other; the
-    /// message names the argument.
+    /// If it has an unsupported feature, or settings are missing or contradictory; the message
+    /// names the argument.
     pub fn model(self, padded: usize, given: Option<usize>) -> Read<(ModelConfig, Vocabulary)> {
         self.refuse_unavailable()?;
         if let Some(recorded) = self.optional_int("padded_vocab_size")?
@@ -204,7 +204,7 @@ impl<'p> Args<'p> {
                 "num_layers is {layers}; more than {MOST_LAYERS} are taken for a mistake"
             ));
         }
-        // Without it num_query_groups has no meaning.
+        // Without this flag num_query_groups has no meaning.
         let groups = if self.bool("group_query_attention", false)? {
             self.int("num_query_groups")?
         } else {
@@ -304,8 +304,8 @@ impl<'p> Args<'p> {
         ))
     }
 
-    /// Whether the MLP is SwiGLU's. Megatron's GELU is exact (by erf), but for its kernel that adds
-    /// biases, too, which has the approximation by tanh, as the MLP here.
+    /// Whether the MLP is SwiGLU. Megatron's GELU is exact (erf), except in its kernel with fused
+    /// bias, which uses the tanh approximation, as the MLP here does.
     fn swiglu(self, bias_linear: bool) -> Read<bool> {
         if self.bool("swiglu", false)? {
             return Ok(true);

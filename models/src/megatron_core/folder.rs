@@ -1,5 +1,5 @@
-//! Folders of Megatron-LM's checkpoints: which checkpoint is meant, and whether its format is
-//! known.
+//! Folders of Megatron-LM's checkpoints: selects the checkpoint, and checks whether its format is
+//! supported.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,25 +9,25 @@ use serde::Deserialize;
 
 use super::storage::METADATA;
 
-/// Which format a checkpoint has: `megatron/core/dist_checkpointing/core.py`.
+/// The file that names a checkpoint's format: `megatron/core/dist_checkpointing/core.py`.
 const FORMAT: &str = "metadata.json";
 const POINTER: &str = "latest_checkpointed_iteration.txt";
 const LEGACY: &str = "mp_rank_";
-/// Of a program's own checkpoints.
+/// The file of this program's own checkpoints.
 const MANIFEST: &str = "manifest.json";
 const MAX_SMALL_BYTES: u64 = 1 << 16;
 const CONVERT: &str = "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
 
-/// Whether `folder` looks like a checkpoint of Megatron-LM, or a folder of them, of whichever
-/// format.
+/// Whether `folder` looks like a Megatron-LM checkpoint, or a folder of them, in any format.
 pub fn is_megatron(folder: &Path) -> bool {
     [METADATA, FORMAT, POINTER].iter().any(|name| folder.join(name).exists()) || has_legacy(folder)
 }
 
-/// The folder of the checkpoint in `folder`: itself, or the one that its pointer names.
+/// The folder of the checkpoint in `folder`: `folder` itself, or the one that its pointer file
+/// names.
 ///
 /// # Errors
-/// If there is none, or it is of another format than `torch_dist`; the message says what to do.
+/// If there is no checkpoint, or its format is not `torch_dist`; the message says what to do.
 pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
     let pointer = folder.join(POINTER);
     let path = if pointer.exists() && !folder.join(METADATA).exists() {

@@ -1,5 +1,5 @@
-//! A checkpoint of Megatron-LM becomes one of this program: weights only, in the dtypes of the
-//! files, one parameter in memory at a time.
+//! Imports a Megatron-LM checkpoint as one of this program: weights only, in the dtypes of the
+//! files, with only one parameter in memory at a time.
 
 use std::path::{Path, PathBuf};
 
@@ -13,29 +13,29 @@ use super::folder::is_megatron;
 use super::model::MegatronModel;
 use crate::hf::refuse_model_folder;
 
-/// What an import did.
+/// The result of an import.
 #[derive(Debug)]
 pub struct Imported {
     /// The checkpoint's own folder.
     pub path: PathBuf,
-    /// Parameters in elements, a tied matrix counted once.
+    /// Number of elements in all parameters; a tied matrix counts once.
     pub elements: u64,
-    /// How the size of the vocabulary is known.
+    /// The size of the vocabulary and its source.
     pub vocabulary: Vocabulary,
-    /// At which it was saved, if it says.
+    /// The iteration at which it was saved, if recorded.
     pub iteration: Option<usize>,
-    /// Whether an optimizer's state was left out.
+    /// Whether an optimizer state was left out.
     pub had_optimizer: bool,
 }
 
-/// Writes the model in `folder`, which is a checkpoint or holds some ([`MegatronModel::open`]), as
-/// a checkpoint of iteration 0 into `checkpoints`. `progress` hears of the elements done and in
-/// all.
+/// Writes the model in `folder`, which is a checkpoint or contains some ([`MegatronModel::open`]),
+/// to `checkpoints` as a checkpoint of iteration 0. Calls `progress` with the number of elements
+/// done and in total.
 ///
 /// # Errors
 /// If `checkpoints` holds a checkpoint or a Hugging Face model, a run saves there,
 /// [`MegatronModel::open`] refuses the folder, or a file cannot be read or written. `checkpoints`
-/// is as it was then.
+/// then stays unchanged.
 pub fn import(
     folder: &Path,
     checkpoints: &Path,

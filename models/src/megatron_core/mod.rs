@@ -1,8 +1,9 @@
 //! Checkpoints of Megatron-LM and Megatron-Core in the format `torch_dist` (PyTorch's distributed
-//! checkpoint), written under any layout: what they describe, their weights ([`MegatronModel`]),
-//! and the way in ([`import`]).
+//! checkpoint), written under any layout: their description, their weights ([`MegatronModel`]), and
+//! the conversion ([`import`]).
 //!
-//! Files are not trusted: no pickle is executed, and memory has the order of what the files hold.
+//! Files are not trusted: no pickle is executed, and the memory used is proportional to the content
+//! of the files.
 //!
 //! ```
 //! use megatron::checkpoint::{Manifest, locate};
@@ -17,7 +18,7 @@
 //! assert!(model.model().swiglu);
 //! assert!(matches!(model.vocabulary(), Vocabulary::Padded(_)));
 //!
-//! // The same as a checkpoint of this library, of any layout.
+//! // The same as a checkpoint of this library, for any layout.
 //! let imported = import(theirs, ours, None, |_done, _total| {})?;
 //! assert_eq!(imported.iteration, Some(5));
 //! let manifest = Manifest::read(&locate(ours, None)?)?;

@@ -1,4 +1,4 @@
-//! A checkpoint of Megatron-LM as the parameters of a model, read one at a time.
+//! A Megatron-LM checkpoint as a model's parameters, read one at a time.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,20 +17,21 @@ use crate::Gpt;
 use crate::bounds::bounded;
 
 const COMMON: &str = "common.pt";
-/// Arguments, and groups of the optimizer's parameters.
+/// Maximum bytes of the common part: the arguments, and groups of the optimizer's parameters.
 const MAX_COMMON_BYTES: u64 = 64 << 20;
 const WORD_EMBEDDINGS: &str = "embedding.word_embeddings.weight";
 const OUTPUT_LAYER: &str = "output_layer.weight";
 const LAYERS: &str = "decoder.layers.";
-/// What normalization is called ahead of a product, where one kernel may do both: theirs, ours.
+/// Names of a normalization that one kernel may fuse with the following product: theirs, ours.
 const NORMS: [(&str, &str); 2] = [
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 ];
-/// Differences that a message spells out.
+/// Maximum number of differences that a message lists.
 const SHOWN: usize = 8;
 
-/// The model in a checkpoint: every tensor is accounted for, and every parameter has its tensor.
+/// The model in a checkpoint. Every tensor belongs to a parameter, and every parameter has its
+/// tensor.
 pub struct MegatronModel {
     storage: Storage,
     model: ModelConfig,
@@ -42,18 +43,18 @@ pub struct MegatronModel {
 struct Planned {
     spec: ParamSpec,
     dtype: Float,
-    /// Their tensor, and the layer's index into it if it holds all layers.
+    /// Name of their tensor; if it holds all layers, `layer` is the layer's index in it.
     key: String,
     layer: Option<usize>,
 }
 
 impl MegatronModel {
     /// Opens the checkpoint in `folder` (`…/iter_0000100`), or the latest of those in it.
-    /// `vocab_size`: the tokenizer's tokens, which the checkpoint may not know. Weights are not
-    /// read yet.
+    /// `vocab_size` is the tokenizer's number of tokens, which the checkpoint may not record.
+    /// Weights are not read yet.
     ///
     /// # Errors
-    /// If its format is another, it is damaged, or its model has what this program has not;
+    /// If its format is not supported, it is damaged, or its model has an unsupported feature;
     /// messages name what is wrong.
     pub fn open(folder: &Path, vocab_size: Option<usize>) -> Result<Self> {
         let folder = checkpoint_folder(folder)?;
@@ -107,28 +108,28 @@ impl MegatronModel {
         }
     }
 
-    /// The architecture.
+    /// Settings of the model.
     pub fn model(&self) -> &ModelConfig {
         &self.model
     }
 
-    /// How the size of the vocabulary is known.
+    /// The size of the vocabulary and its source.
     pub fn vocabulary(&self) -> Vocabulary {
         self.vocabulary
     }
 
-    /// At which it was saved, if it says.
+    /// The iteration at which it was saved, if recorded.
     pub fn iteration(&self) -> Option<usize> {
         self.iteration
     }
 
-    /// Whether it holds an optimizer's state, too.
+    /// Whether it also holds an optimizer state.
     pub fn has_optimizer(&self) -> bool {
         self.storage.has_optimizer
     }
 }
 
-/// Which tensor, or which layer of one, is which parameter.
+/// Assigns tensors, or layers of a tensor, to parameters.
 fn plan(
     model: &ModelConfig,
     padded: usize,
@@ -144,7 +145,7 @@ fn plan(
     let (mut parameters, mut used, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
     for spec in specs {
         let (layer, stacked, own) = keys(&spec.name);
-        // All layers in one tensor, or a tensor of each.
+        // One tensor for all layers, or one tensor for each.
         let (key, layer) =
             if tensors.contains_key(&stacked) { (stacked, layer) } else { (own, None) };
         let mut shape = spec.shape.clone();
@@ -185,8 +186,8 @@ fn plan(
     ))
 }
 
-/// A parameter's layer, and what its tensor is called if it holds all layers, and if it is of this
-/// one alone.
+/// A parameter's layer, and the name of its tensor in two cases: if the tensor holds all layers,
+/// and if it holds only this one.
 fn keys(ours: &str) -> (Option<usize>, String, String) {
     let split = ours.strip_prefix(LAYERS).and_then(|rest| rest.split_once('.'));
     let Some((layer, part)) = split.and_then(|(layer, part)| Some((layer.parse().ok()?, part)))

@@ -1,16 +1,18 @@
-//! Python's pickles as trees of values. Nothing is called or built: classes are names, and their
-//! objects what was to make them.
+//! Python's pickles as trees of values. Nothing is called or built: a class is only a name, and an
+//! object only its class and arguments.
 //!
 //! Opcodes of protocols 2 to 5: CPython `Lib/pickletools.py`. Values are indices into a list and no
-//! function recurses, so nesting has no depth to limit, and cycles do no harm.
+//! function recurses, so nesting needs no depth limit, and cycles are harmless.
 //!
-//! Why not `candle_core::pickle` (0.11.1): it does not read protocol 4, in which torch writes a
-//! checkpoint's `.metadata`; a list that is referred to twice comes out empty the second time;
-//! 200,000 nested lists overflow its stack, and 8 bytes that claim 4 GiB of text abort.
+//! `candle_core::pickle` (0.11.1) is not used, for four reasons. It does not read protocol 4, in
+//! which torch writes a checkpoint's `.metadata`. A list that is referenced twice is empty the
+//! second time. 200,000 nested lists overflow its stack. 8 bytes that claim 4 GiB of text make it
+//! abort.
 
 use std::collections::HashMap;
 
-/// Dictionaries that are looked into by name; those of more entries are gone through, once.
+/// Maximum number of entries that are searched by name in a dictionary. Larger dictionaries are
+/// iterated once.
 const MOST_NAMES: usize = 1 << 13;
 
 type Id = u32;
@@ -22,19 +24,20 @@ enum Node<'a> {
     Int(i64),
     Float(f64),
     Str(&'a str),
-    /// Bytes, text that is not UTF-8, integers of more than 64 bits: nothing here reads them.
+    /// Values that nothing here reads: bytes, text that is not UTF-8, integers of more than 64
+    /// bits.
     Opaque,
     /// A list, a tuple or a set.
     Sequence(Vec<Id>),
-    /// Keys and values by turns.
+    /// Keys and values, alternating.
     Dict(Vec<Id>),
     Global(&'a str, &'a str),
     Object(Box<Object>),
-    /// What the pickle leaves to its surroundings, by this name.
+    /// A value outside the pickle, identified by this name.
     Persistent(Id),
 }
 
-/// What calls `class` with `arguments`, or makes an object of it.
+/// A call of `class` with `arguments`, or an object made by it.
 struct Object {
     class: Id,
     arguments: Id,
@@ -58,7 +61,7 @@ impl<'a> Pickle<'a> {
     /// Reads a pickle of protocol 2 to 5.
     ///
     /// # Errors
-    /// If the bytes are none, with the place of what is wrong.
+    /// If the bytes are not a pickle; the error names the position of the problem.
     pub fn parse(bytes: &'a [u8]) -> Read<Self> {
         let shared =
             vec![Node::None, Node::Bool(true), Node::Bool(false), Node::Sequence(Vec::new())];
@@ -85,7 +88,7 @@ struct Reader<'a> {
     at: usize,
     nodes: Vec<Node<'a>>,
     stack: Vec<Id>,
-    /// Lengths of the stack where marks lie.
+    /// Lengths of the stack at the marks.
     marks: Vec<usize>,
     memo: HashMap<u32, Id>,
 }
@@ -251,7 +254,7 @@ impl<'a> Reader<'a> {
         Ok(self.array().map(u32::from_le_bytes)? as usize)
     }
 
-    /// A length whose width the opcode tells: of 1, 4 or 8 bytes.
+    /// Reads a length of 1, 4 or 8 bytes, depending on the opcode.
     fn length(&mut self, opcode: u8, [one, four, _]: [u8; 3]) -> Read<usize> {
         match opcode {
             _ if opcode == one => Ok(self.byte()?.into()),
@@ -267,8 +270,8 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(&line[..length]).map_err(|e| e.to_string())
     }
 
-    /// Lets a new value appear. Python writes none in fewer than two bytes, so that what memory
-    /// they take has the order of the file.
+    /// Adds a new value. Python writes each value in at least two bytes. The limit here keeps
+    /// memory proportional to the size of the file.
     fn push(&mut self, node: Node<'a>) -> Read<()> {
         if self.nodes.len() > self.bytes.len() / 2 + 8 {
             return Err("it has more values than its size allows".into());
@@ -303,11 +306,11 @@ impl<'a> Reader<'a> {
         Ok(self.stack.split_off(mark))
     }
 
-    /// Adds to the container on top.
+    /// Adds items to the container on top of the stack.
     fn extend(&mut self, more: Vec<Id>) -> Read<()> {
         let container = self.top()?;
         match &mut self.nodes[container as usize] {
-            // The empty tuple is shared, and no tuple grows.
+            // The empty tuple is shared, and a tuple cannot grow.
             Node::Sequence(items) if container != EMPTY_TUPLE => items.extend(more),
             Node::Dict(items) => items.extend(even(more)?),
             Node::Object(object) => object.items.extend(more),
@@ -317,7 +320,7 @@ impl<'a> Reader<'a> {
     }
 
     fn remember(&mut self, index: u32) -> Read<()> {
-        // What is remembered was made just before.
+        // Each remembered value was created just before.
         if self.memo.len() > self.nodes.len() {
             return Err("it remembers more values than it has".into());
         }
@@ -337,7 +340,7 @@ fn even(items: Vec<Id>) -> Read<Vec<Id>> {
     if items.len().is_multiple_of(2) { Ok(items) } else { Err("a key has no value".into()) }
 }
 
-/// Two's complement, little-endian.
+/// Decodes two's complement, little-endian.
 fn long(bytes: &[u8]) -> Node<'static> {
     let negative = bytes.last().is_some_and(|&byte| byte >= 0x80);
     let mut wide = [if negative { 0xff } else { 0 }; 8];
@@ -350,7 +353,7 @@ fn long(bytes: &[u8]) -> Node<'static> {
     }
 }
 
-/// A value of a pickle. Asked for what it is not, it answers `None`.
+/// A value of a pickle. Accessors for another type return `None`.
 #[derive(Clone, Copy)]
 pub struct Value<'p> {
     pickle: &'p Pickle<'p>,
@@ -383,7 +386,7 @@ impl<'p> Value<'p> {
         usize::try_from(self.int()?).ok()
     }
 
-    /// A number of either kind.
+    /// An integer or a float.
     pub fn float(self) -> Option<f64> {
         match self.node() {
             Node::Float(value) => Some(*value),
@@ -420,7 +423,7 @@ impl<'p> Value<'p> {
         Some(items.chunks_exact(2).map(move |pair| (self.at(pair[0]), self.at(pair[1]))))
     }
 
-    /// The value under `key`: the last, as Python's would be.
+    /// The last value for `key`, as in Python.
     pub fn get(self, key: &str) -> Option<Self> {
         let Node::Dict(items) = self.node() else { return None };
         let pairs = items.chunks_exact(2).take(MOST_NAMES);
@@ -445,12 +448,12 @@ impl<'p> Value<'p> {
         if let Node::Global(module, name) = self.node() { Some((module, name)) } else { None }
     }
 
-    /// Of what an object is, or what was to be called.
+    /// The class of an object, or the function to be called.
     pub fn class(self) -> Option<(&'p str, &'p str)> {
         if let Node::Object(object) = self.node() { self.at(object.class).global() } else { None }
     }
 
-    /// What it was to be called with: a tuple.
+    /// The tuple of its arguments.
     pub fn arguments(self) -> Option<Self> {
         if let Node::Object(object) = self.node() { Some(self.at(object.arguments)) } else { None }
     }
@@ -459,7 +462,7 @@ impl<'p> Value<'p> {
         if let Node::Persistent(name) = self.node() { Some(self.at(*name)) } else { None }
     }
 
-    /// For messages.
+    /// A short description for messages.
     pub fn shown(self) -> String {
         match self.node() {
             Node::None => "None".into(),

@@ -1,5 +1,5 @@
-//! A distributed checkpoint's tensors: where their pieces lie by `.metadata`, and any box of a
-//! tensor out of them.
+//! A distributed checkpoint's tensors: finds their pieces through `.metadata`, and assembles any
+//! box of a tensor from them.
 //!
 //! `torch/distributed/checkpoint/{metadata,filesystem}.py`;
 //! `megatron/core/dist_checkpointing/strategies/torch.py`.
@@ -14,26 +14,28 @@ use super::archive::{Archive, extents};
 use super::pickle::{Pickle, Value};
 
 pub const METADATA: &str = ".metadata";
-/// Of the largest models, with a thousand ranks' optimizer.
+/// Maximum bytes of `.metadata`, enough for the largest models with the optimizer of a thousand
+/// ranks.
 const MAX_METADATA_BYTES: u64 = 512 << 20;
-/// Comparisons of a tensor's pieces; layers keep pieces apart, so that real ones need few.
+/// Maximum number of comparisons between a tensor's pieces. Layers separate pieces, so real tensors
+/// need few.
 const MOST_COMPARISONS: usize = 1 << 24;
 
 type Found<T> = std::result::Result<T, String>;
 
-/// The tensors of a checkpoint, but those of its optimizer.
+/// The tensors of a checkpoint, without those of its optimizer.
 pub struct Storage {
     folder: PathBuf,
     files: Vec<PathBuf>,
     tensors: BTreeMap<String, Stored>,
-    /// Whether there are tensors of an optimizer.
+    /// Whether the checkpoint has tensors of an optimizer.
     pub has_optimizer: bool,
 }
 
-/// A tensor, which its pieces cover exactly.
+/// A tensor that is exactly covered by its pieces.
 #[derive(Debug)]
 pub struct Stored {
-    /// If it is one that weights have.
+    /// The dtype, if weights can have it.
     pub dtype: Option<Float>,
     pub shape: Vec<usize>,
     pieces: Vec<Piece>,
@@ -46,22 +48,22 @@ struct Piece {
     item: Item,
 }
 
-/// Where a piece lies.
+/// The location of a piece.
 #[derive(Clone, Copy, Debug)]
 struct Item {
-    /// Index into the files.
+    /// Index of the file.
     file: usize,
     start: u64,
     length: u64,
 }
 
 impl Storage {
-    /// Reads `.metadata` of `folder`, and checks it against the sizes of the files it names. No
-    /// tensor is read.
+    /// Reads `.metadata` in `folder`, and compares it with the sizes of the files that it names.
+    /// Reads no tensor.
     ///
     /// # Errors
-    /// If it is missing or damaged, a file is missing or too short, or pieces do not cover their
-    /// tensor exactly.
+    /// If it is missing or damaged, a file is missing or too short, or pieces do not exactly cover
+    /// their tensor.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join(METADATA);
         let bytes =
@@ -110,7 +112,7 @@ impl Storage {
                         stored(key, tensor, &mut items).map_err(|why| format!("{key}: {why}"))?;
                     self.tensors.insert(key.into(), stored);
                 }
-                // Objects: states of Transformer Engine and of random numbers.
+                // Objects: states of Transformer Engine and of random number generators.
                 Some((_, "BytesStorageMetadata")) => {}
                 _ => return Err(format!("{key}: is {}, which is not known", tensor.shown())),
             }
@@ -118,7 +120,7 @@ impl Storage {
         Ok(())
     }
 
-    /// Where each piece of the tensors lies, by its tensor's name and its place there.
+    /// The location of each piece, by its tensor's name and its offset there.
     fn items<'p>(
         &mut self,
         entries: impl Iterator<Item = (Value<'p>, Value<'p>)>,
@@ -128,7 +130,7 @@ impl Storage {
         for (index, info) in entries {
             let name =
                 index.attribute("fqn").and_then(Value::str).ok_or("has data without a name")?;
-            // Objects have no place in anything.
+            // Objects have no offset.
             let Some(offset) = index.attribute("offset").filter(|offset| !offset.is_none()) else {
                 continue;
             };
@@ -168,7 +170,7 @@ impl Storage {
         Ok(items)
     }
 
-    /// Compares sizes, so that what is read has the order of what is there.
+    /// Compares sizes, so that the bytes to read do not exceed the existing bytes.
     fn check_files(&self) -> Result<()> {
         let size = |path: &PathBuf| {
             Ok(std::fs::metadata(path).map_err(|e| Error::io("find", path, e))?.len())
@@ -204,8 +206,8 @@ impl Storage {
         Ok(())
     }
 
-    /// The elements of tensor `name` from `start` on in a box of `shape`, row-major and
-    /// little-endian, of `dtype`.
+    /// The elements of tensor `name` in a box of `shape` at offset `start`, row-major and
+    /// little-endian, with `dtype`.
     ///
     /// # Errors
     /// If there is no such box, or a file is damaged.
@@ -265,7 +267,7 @@ impl Stored {
         self.dtype.map_or(1, Float::size)
     }
 
-    /// Asserts that the pieces cover the tensor, and no two the same of it.
+    /// Checks that the pieces cover the tensor and do not overlap.
     fn check_cover(&self) -> Found<()> {
         let mut sorted: Vec<&Piece> = self.pieces.iter().collect();
         sorted.sort_unstable_by(|a, b| a.offset.cmp(&b.offset));
@@ -340,7 +342,7 @@ fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Store
         let of = |name| chunk.attribute(name).and_then(extents);
         let (offset, shape) =
             of("offsets").zip(of("sizes")).ok_or("has a piece without a place")?;
-        // Taken out, so that a list of pieces costs no more than the data there are.
+        // Removed from the map, so that a list of pieces cannot cost more than the existing data.
         let item = items.remove(&(key, offset.clone()));
         let item = item.ok_or_else(|| {
             format!("there are no data, or data for two, of its piece at {offset:?}")
@@ -352,16 +354,16 @@ fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Store
     Ok(stored)
 }
 
-/// What a piece and a box of a tensor have in common.
+/// The intersection of a piece and a box of a tensor.
 struct Common {
-    /// First element, within the piece and within the box.
+    /// Offset of the intersection within the piece and within the box.
     in_piece: Vec<usize>,
     in_box: Vec<usize>,
     shape: Vec<usize>,
 }
 
 impl Common {
-    /// `None` if it is nothing. Both lie within the tensor.
+    /// `None` if they do not intersect. Both lie within the tensor.
     fn of(piece: &Piece, start: &[usize], shape: &[usize]) -> Option<Self> {
         let mut common = Self { in_piece: Vec::new(), in_box: Vec::new(), shape: Vec::new() };
         for (((&a, &a_len), &b), &b_len) in
@@ -378,7 +380,7 @@ impl Common {
         Some(common)
     }
 
-    /// Copies elements of `size` bytes from a piece, laid out by `offset` and `strides`, into a
+    /// Copies elements of `size` bytes from a piece, laid out by `offset` and `strides`, to a
     /// row-major box.
     fn copy(
         &self,
@@ -427,7 +429,7 @@ fn row_major(shape: &[usize]) -> Vec<usize> {
 mod tests {
     use super::*;
 
-    /// A tensor of these pieces: places and shapes.
+    /// A tensor with these pieces: offsets and shapes.
     fn check<const N: usize>(
         shape: [usize; N],
         pieces: &[([usize; N], [usize; N])],
@@ -458,7 +460,7 @@ mod tests {
 
     #[test]
     fn a_box_is_put_together_from_pieces_of_any_strides() {
-        // 4 × 6, of which columns 2.. lie transposed in a piece behind 3 elements.
+        // 4 × 6; columns 2.. lie transposed in a piece after 3 other elements.
         let whole: Vec<u8> = (0..24).collect();
         let item = Item { file: 0, start: 0, length: 0 };
         let left = Piece { offset: vec![0, 0], shape: vec![4, 2], item };

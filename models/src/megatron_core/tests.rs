@@ -1,4 +1,4 @@
-//! Pickles written here by hand, and the fixtures' own, whole and damaged.
+//! Tests with pickles written by hand, and with the fixtures' own, complete and damaged.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScalin
 use super::config::{Args, Vocabulary};
 use super::pickle::Pickle;
 
-/// As much of Python's values as the tests need.
+/// The Python values that the tests need.
 #[derive(Clone, Copy)]
 enum Py {
     None,
@@ -63,7 +63,7 @@ const LLAMA: [(&str, Py); 20] = [
     ("make_vocab_size_divisible_by", Py::Int(64)),
 ];
 
-/// The model of these arguments with `changes`.
+/// The model for these arguments with `changes`.
 fn model(changes: &[(&'static str, Py)]) -> Result<(ModelConfig, Vocabulary), String> {
     let kept = LLAMA.iter().filter(|(name, _)| !changes.iter().any(|(other, _)| other == name));
     let bytes = common(&kept.chain(changes).copied().collect::<Vec<_>>());
@@ -89,7 +89,7 @@ fn arguments_become_the_model_they_describe() {
             .unwrap()
             .0;
     assert_eq!(scaled.rope_scaling, RopeScaling::llama3(32.0));
-    // Without group_query_attention the number of groups is one that nobody uses.
+    // Without group_query_attention the recorded number of groups has no meaning.
     let heads =
         model(&[("group_query_attention", Py::Bool(false)), ("num_query_groups", Py::Int(1))])
             .unwrap()
@@ -131,7 +131,7 @@ fn what_the_model_here_has_not_is_refused_by_name() {
         (&[("num_layers", Py::Int(1 << 20))], "num_layers"),
         (&[("padded_vocab_size", Py::Int(64))], "padded_vocab_size is 64"),
         (&[("norm_epsilon", Py::Float(-1.0))], "norm_epsilon"),
-        // Megatron computes GELU by erf, but for one kernel.
+        // Megatron computes GELU by erf, except in one kernel.
         (&gelu, "GELU exactly"),
         (&[gelu[0], ("bias_gelu_fusion", Py::Bool(true))], "GELU exactly"),
         (
@@ -148,7 +148,7 @@ fn what_the_model_here_has_not_is_refused_by_name() {
         assert!(message.contains(why), "{why}: {message:?}");
     }
     model(&[gelu[0], gelu[1], ("bias_gelu_fusion", Py::Bool(true))]).unwrap();
-    // What says nothing may be there.
+    // Arguments without content are allowed.
     let silent = [
         ("num_experts", Py::None),
         ("qk_layernorm", Py::Bool(false)),
@@ -167,7 +167,7 @@ fn a_vocabulary_is_taken_from_who_knows_it() {
         sized(99, &[("tokenizer_type", Py::Str("NullTokenizer"))]),
         Vocabulary::Recorded(100)
     );
-    // Of another tokenizer than the one whose tokens were padded.
+    // The size of another tokenizer than the one whose tokens were padded.
     assert_eq!(sized(30, &[]), Vocabulary::Padded(128));
     assert_eq!(sized(30, &[("tensor_model_parallel_size", Py::Int(2))]), Vocabulary::Recorded(30));
     assert_eq!(sized(0, &[]), Vocabulary::Padded(128));
@@ -196,7 +196,7 @@ fn values_of_all_kinds_are_read() {
     assert_eq!(ints, [Some(255), Some(65535), Some(-1), Some(-32768), Some(0), None]);
     assert_eq!((item(6).float(), item(7).str(), item(8).str()), (Some(1.0), Some("hi"), None));
     assert!(item(9).is_none() && item(10).bool() == Some(true) && item(11).bool() == Some(false));
-    // A tuple of the empty one and of what was remembered.
+    // A tuple of the empty tuple and of a remembered value.
     assert_eq!(item(12).items().unwrap().len(), 2);
     assert_eq!(item(12).item(1).unwrap().str(), Some("hi"));
     assert!(pickle.root().item(13).is_none());
@@ -207,7 +207,7 @@ fn nothing_is_called_and_cycles_do_no_harm() {
     let bytes = [&b"\x80\x02cos\nsystem\n"[..], &text("rm -rf /"), b"\x85R."].concat();
     let pickle = Pickle::parse(&bytes).unwrap();
     assert_eq!(pickle.root().class(), Some(("os", "system")));
-    // A list that holds itself.
+    // A list that contains itself.
     let pickle = Pickle::parse(b"\x80\x02]q\0h\0a.").unwrap();
     assert_eq!(pickle.root().item(0).unwrap().item(0).unwrap().shown(), "a list of 1");
 }
@@ -234,7 +234,7 @@ fn what_is_no_pickle_is_refused_with_the_place() {
         let message = Pickle::parse(bytes).err().unwrap_or_default();
         assert!(message.contains("is no pickle") && message.contains(why), "{why}: {message}");
     }
-    // One byte each.
+    // One byte per value.
     let many = [&b"\x80\x02"[..], &b"]".repeat(10_000), b"."].concat();
     assert!(Pickle::parse(&many).err().unwrap().contains("more values than its size allows"));
     let many = [&b"\x80\x04N"[..], &b"\x94".repeat(10_000), b"."].concat();

@@ -1,12 +1,12 @@
-//! Which edges of the program ran: counters that instrumented code increments (clang's
+//! Coverage of the program's edges: counters that instrumented code increments (clang's
 //! SanitizerCoverage, inline 8-bit counters).
 //!
-//! Without instrumentation there are none, and fuzzing is blind.
+//! Without instrumentation there are no counters, and fuzzing has no feedback.
 #![allow(unsafe_code)]
 
 use std::sync::Mutex;
 
-/// Sections of counters, one for each instrumented object: address and length.
+/// Sections of counters, one per instrumented object: address and length.
 static SECTIONS: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
 /// Called by every instrumented object when the program starts.
@@ -21,12 +21,12 @@ extern "C" fn __sanitizer_cov_8bit_counters_init(start: *mut u8, stop: *mut u8) 
     }
 }
 
-/// What was seen of the counters so far: for each, a bit for every order of magnitude.
+/// The counts seen so far: for each counter, one bit per order of magnitude.
 #[derive(Default)]
 pub struct Coverage(Vec<u8>);
 
 impl Coverage {
-    /// Counters of edges that ran at all.
+    /// Number of edges that ran at all.
     pub fn edges(&self) -> usize {
         self.0.iter().filter(|&&seen| seen != 0).count()
     }
@@ -36,7 +36,7 @@ impl Coverage {
         for_each(|counters| counters.fill(0));
     }
 
-    /// Adds the counters; returns whether any shows what was not seen before.
+    /// Adds the counters. Returns whether any shows something new.
     pub fn add(&mut self) -> bool {
         let (mut first, mut new) = (0, false);
         for_each(|counters| {
@@ -44,7 +44,7 @@ impl Coverage {
             if self.0.len() < end {
                 self.0.resize(end, 0);
             }
-            // Most did not run: look at several at once.
+            // Most counters are 0, so check several at once.
             for (counters, seen) in counters.chunks(WORD).zip(self.0[first..end].chunks_mut(WORD)) {
                 if counters.iter().all(|&counter| counter == 0) {
                     continue;
@@ -61,10 +61,10 @@ impl Coverage {
     }
 }
 
-/// Counters that are looked at together.
+/// Number of counters that are checked together.
 const WORD: usize = 64;
 
-/// A bit for the order of magnitude of a count.
+/// The bit for the order of magnitude of a count.
 fn magnitude(count: u8) -> u8 {
     match count {
         0 => 0,
@@ -83,7 +83,7 @@ fn for_each(mut f: impl FnMut(&mut [u8])) {
     let Ok(sections) = SECTIONS.lock() else { return };
     for &(start, len) in sections.iter() {
         // SAFETY: the section is static memory of bytes that only instrumented code writes, each as
-        // a byte. Other threads may count at the same time; a count that is lost does no harm.
+        // a byte. Other threads may count at the same time; a lost count is harmless.
         f(unsafe { std::slice::from_raw_parts_mut(start as *mut u8, len) });
     }
 }

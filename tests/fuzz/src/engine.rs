@@ -1,4 +1,4 @@
-//! Fuzzing of one target: inputs that show something new are kept and changed further.
+//! Fuzzes one target: inputs with new coverage are kept and mutated further.
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,22 +10,22 @@ use crate::memory::peak_of;
 use crate::mutate::{Random, mutate};
 use crate::targets::Target;
 
-/// Bytes that a run may take for each byte of input, beyond what the target may always take.
+/// Memory that a run may take per byte of input, in addition to the target's constant limit.
 const MEMORY_PER_BYTE: usize = 4096;
 const TIME: Duration = Duration::from_secs(5);
 
-/// What a target went through.
+/// Statistics of a fuzzing run.
 pub struct Report {
     pub runs: u64,
     pub inputs: usize,
     pub edges: usize,
 }
 
-/// Runs the target on its seeds and on changes of them for `time`. `current` is where the present
-/// input lies, for when the process dies of it.
+/// Runs the target on its seeds and on mutations of them for `time`. `current` is the file of the
+/// present input, which remains if the process dies.
 ///
 /// # Errors
-/// The input that broke the rule, and how.
+/// The input that broke the rule, and the violation.
 pub fn fuzz(
     target: &Target,
     time: Duration,
@@ -48,7 +48,7 @@ pub fn fuzz(
     }
     let start = Instant::now();
     while start.elapsed() < time {
-        // Late ones more often: they are what was found last.
+        // Later inputs are chosen more often, because they were found last.
         let (a, b) = (random.below(inputs.len()), random.below(inputs.len()));
         let mut input = inputs[a.max(b)].clone();
         let other = &inputs[random.below(inputs.len())];
@@ -60,20 +60,20 @@ pub fn fuzz(
     Ok(Report { runs, inputs: inputs.len(), edges: coverage.edges() })
 }
 
-/// Inputs that broke the rule once.
+/// Inputs that broke the rule in the past.
 fn found(target: &str) -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("found").join(target);
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter_map(|entry| fs::read(entry.path()).ok()).collect()
 }
 
-/// Memory, where the system offers a folder in it.
+/// A folder in memory, if the system offers one.
 fn scratch() -> PathBuf {
     let shared = Path::new("/dev/shm");
     if shared.is_dir() { shared.to_path_buf() } else { std::env::temp_dir() }
 }
 
-/// Runs once; returns whether something new was seen.
+/// Runs the target once. Returns whether it showed something new.
 fn attempt(
     target: &Target,
     folder: &Path,

@@ -15,7 +15,7 @@ const USAGE: &str =
 
 fn main() -> ExitCode {
     let (mut seconds, mut seed, mut names) = (3.0, 1, Vec::new());
-    // The input that is being tried, for when the process dies of it; and where those go that broke
+    // The file of the current input, in case the process dies, and the folder for inputs that broke
     // the rule.
     let (mut current, mut keep) = (std::env::temp_dir().join("fuzz.input"), std::env::temp_dir());
     let mut words = std::env::args().skip(1);

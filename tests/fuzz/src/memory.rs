@@ -1,11 +1,11 @@
-//! How much memory is in use: the system's allocator, counted.
+//! Memory in use: counts the allocations of the system's allocator.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Requests above this fail, which ends the process: no machine need have what a lie in a file asks
-/// for.
+/// Larger requests fail, which ends the process. The machine thus need not have the memory that a
+/// false size in a file requests.
 const LARGEST: usize = 4 << 30;
 
 struct Counted;
@@ -21,7 +21,7 @@ fn more(bytes: usize) {
     PEAK.fetch_max(now, Relaxed);
 }
 
-// SAFETY: every call is the system allocator's, or refuses.
+// SAFETY: every call is passed to the system allocator, or refused.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() > LARGEST {
@@ -58,7 +58,7 @@ unsafe impl GlobalAlloc for Counted {
     }
 }
 
-/// Bytes that `f` had allocated at most, beyond those that were before.
+/// Returns the peak of the bytes that `f` allocated, in addition to those in use before.
 pub fn peak_of<T>(f: impl FnOnce() -> T) -> (T, usize) {
     let before = IN_USE.load(Relaxed);
     PEAK.store(before, Relaxed);

@@ -1,6 +1,6 @@
-//! Changes of inputs, at random.
+//! Random mutations of inputs.
 
-/// Lengths of inputs at most.
+/// Maximum length of inputs.
 pub const LONGEST: usize = 1 << 16;
 
 /// xorshift64* (Vigna 2016).
@@ -18,19 +18,19 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// Below a power of two up to `1 << most`, the low ones as often as the high ones.
+    /// A number below a power of two up to `1 << most`. Every number of bits is equally likely.
     fn small(&mut self, most: usize) -> usize {
         let bits = self.below(most);
         self.below(1 << bits)
     }
 
-    /// Below `bound`, or 0.
+    /// A number below `bound`, or 0.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() >> 16) as usize % bound.max(1)
     }
 }
 
-/// Numbers at which programs break.
+/// Numbers that often cause errors.
 const NUMBERS: [u64; 14] = [
     0,
     1,
@@ -66,8 +66,8 @@ const TEXTS: [&str; 16] = [
     "4294967295",
 ];
 
-/// Changes `bytes` in one to a few places; `other` is an input to take parts from, `words` have
-/// meaning to the target.
+/// Changes `bytes` in one or a few places. `other` is an input to take parts from; `words` are
+/// meaningful to the target.
 pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8], words: &[&str]) {
     for _ in 0..1 + random.small(4) {
         let at = random.below(bytes.len());
@@ -114,7 +114,7 @@ fn insert(bytes: &mut Vec<u8>, random: &mut Random, part: &[u8]) {
     bytes.splice(at..at + replaced, part.iter().copied());
 }
 
-/// Replaces the next number or word that is spelled out.
+/// Replaces the next number or word in the text.
 fn digits(bytes: &mut Vec<u8>, at: usize, random: &mut Random) {
     let is_part = |b: &u8| b.is_ascii_alphanumeric() || *b == b'.' || *b == b'-';
     let Some(start) =

@@ -1,4 +1,4 @@
-//! The parsers, and inputs to begin with.
+//! The parsers, and their initial inputs.
 
 use std::fs;
 use std::io::Write;
@@ -14,16 +14,16 @@ use models::megatron_core::MegatronModel;
 pub struct Target {
     pub name: &'static str,
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Words that mean something to it.
+    /// Words that are meaningful to it.
     pub words: &'static [&'static str],
-    /// Parses an input; the folder is kept from run to run.
+    /// Parses an input. The folder is kept between runs.
     pub run: fn(&Path, &[u8]),
-    /// Bytes that it may take, whatever the input.
+    /// Maximum memory in bytes, for any input.
     pub memory: usize,
 }
 
 const MEMORY: usize = 96 << 20;
-/// A page of Parquet, in the file and decompressed, with buffers that grow by doubling.
+/// Memory of a Parquet page, compressed and decompressed, with buffers that grow by doubling.
 const MEMORY_OF_PAGES: usize = 800 << 20;
 
 pub fn all() -> Vec<Target> {
@@ -151,7 +151,7 @@ fn write(path: &Path, bytes: &[u8]) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Files that do not change from run to run.
+/// Creates a file that does not change between runs.
 fn once(path: &Path, make: impl FnOnce() -> Vec<u8>) {
     if !path.exists() {
         write(path, &make());
@@ -211,7 +211,7 @@ fn checkpoint(file: &str) -> Vec<u8> {
     fs::read(path.join(file)).unwrap()
 }
 
-/// The first line, a checksum, is put right, so that what follows is read.
+/// Corrects the checksum in the first line, so that the rest is parsed.
 fn manifest(folder: &Path, input: &[u8]) {
     once(&folder.join("rank_00000.safetensors"), || checkpoint("rank_00000.safetensors"));
     let body = input.iter().position(|&b| b == b'\n').map_or(&b""[..], |at| &input[at + 1..]);
@@ -281,7 +281,7 @@ fn hf_weights(folder: &Path, input: &[u8]) {
     }
 }
 
-/// A file of a checkpoint of Megatron-LM.
+/// A file of a Megatron-LM checkpoint.
 fn megatron_file(name: &str) -> Vec<u8> {
     fixture(&format!("megatron-core/gpt2-tp2/iter_0000005/{name}"))
 }

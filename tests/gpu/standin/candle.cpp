@@ -1,4 +1,4 @@
-// Kernels of candle that the program launches, under candle's names and with its parameters.
+// candle's kernels that the program launches, with candle's names and parameters.
 #include <cstdint>
 
 #include "../../../kernels/cuda/emulator/language.hpp"
@@ -113,7 +113,7 @@ void binary(size_t n, size_t num_dims, const size_t *info, const T *left, const 
     }
 }
 
-/// Of contiguous operands: what candle says about dimensions and strides is that of `ids`.
+/// For contiguous operands. candle's dimensions and strides are those of `ids`.
 template <class T>
 void select(size_t n, size_t, const size_t *, const uint32_t *ids, const T *from, T *to, size_t,
     size_t rows, size_t num_ids, size_t width) {

@@ -1,5 +1,5 @@
-// What the stand-ins for CUDA's libraries share: streams that run behind the program's back, and
-// memory that remembers when it was freed.
+// Shared parts of the stand-ins for CUDA's libraries: streams that run asynchronously, and memory
+// that records when it was freed.
 #pragma once
 
 #include <cuda.h>
@@ -16,24 +16,23 @@
 
 namespace standin {
 
-/// A queue of operations, run one after the other by a thread of its own, so that whoever does not
-/// wait for a result gets to see it missing.
+/// A queue of operations, which its own thread runs one after the other. A program that does not
+/// wait for a result finds it missing.
 class Stream {
   public:
     Stream();
     ~Stream();
-    /// Adds an operation; returns at once, unless so many wait that the queue is full
-    /// (STANDIN_QUEUE).
+    /// Adds an operation. Returns at once, unless the queue is full (STANDIN_QUEUE).
     void queue(std::function<void()> operation);
-    /// As above; a stream that is recorded adds it to its graph instead (graph.cpp).
+    /// As above; a stream that is recorded adds the operation to its graph instead (graph.cpp).
     void queue(CUgraphNodeType type, std::function<void()> operation);
     /// Whether the queue is not full.
     bool has_room();
-    /// Returns when all that was queued so far is done.
+    /// Returns when everything queued so far is done.
     void wait();
     /// Whether nothing is queued or running.
     bool is_idle();
-    /// As wait(), for every stream there is.
+    /// As wait(), for all streams.
     static void wait_for_all();
 
   private:
@@ -48,10 +47,10 @@ class Stream {
 /// The stream behind the driver's handle; null is the default stream.
 Stream &stream_of(CUstream handle);
 
-/// Says that the device is of no more use, as after a kernel's fault; the first message stays.
+/// Marks the device as unusable, as after a kernel's fault. The first message is kept.
 void fault(const std::string &message);
 
-/// Whether the calling thread has a context, without which the driver refuses a call.
+/// Whether the calling thread has a context; without one the driver refuses calls.
 bool has_context(const char *call);
 
 /// CUDA_SUCCESS until the first fault.

@@ -1,5 +1,5 @@
-// Devices, modules and launches: kernels of this project run on the emulator of kernels/cuda, those
-// of candle that it needs are in candle.cpp.
+// Devices, modules and launches. Kernels of this project run on the emulator of kernels/cuda; the
+// kernels of candle that are needed are in candle.cpp.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include "device.hpp"
 #include "emulator.hpp"
 
-// The lists of the files' kernels.
+// The lists of kernels per file.
 extern "C" {
 #define KERNELS_OF(file) extern emulator::Kernel *emulated_##file;
 #include "files.inc"
@@ -27,8 +27,8 @@ extern emulator::Kernel *candle_kernels;
 
 namespace {
 
-/// Where a module's kernels are looked for: candle's are loaded as text, the project's as machine
-/// code.
+/// Where to look for a module's kernels: candle's modules are loaded as text, the project's as
+/// machine code.
 enum class From { Project, Candle };
 
 const emulator::Kernel *find(From from, const char *name) {
@@ -46,7 +46,7 @@ const emulator::Kernel *find(From from, const char *name) {
     return nullptr;
 }
 
-/// The number that an environment variable holds, or another.
+/// The number in an environment variable, or a default.
 int setting(const char *name, int otherwise) {
     const char *text = std::getenv(name);
     return text ? std::atoi(text) : otherwise;
@@ -54,8 +54,8 @@ int setting(const char *name, int otherwise) {
 
 int devices() { return setting("STANDIN_DEVICES", 1); }
 
-/// Threads that run blocks, one after the other or some at a time: as many as the machine has
-/// processors, for all streams.
+/// Threads that run blocks, one after the other or several at a time. There are as many as the
+/// machine has processors, for all streams together.
 class Multiprocessors {
 public:
     Multiprocessors() {
@@ -63,7 +63,7 @@ public:
             std::thread([this] { work(); }).detach();
     }
 
-    /// Calls `block` with every number below `n`; returns when all have ended.
+    /// Calls `block` with every number below `n`; returns when all calls have ended.
     void run(uint64_t n, const std::function<void(uint64_t)> &block) {
         std::unique_lock<std::mutex> turn(one_grid);
         std::unique_lock<std::mutex> lock(mutex);
@@ -95,7 +95,7 @@ private:
     uint64_t next = 0, done = 0, count = 0;
 };
 
-/// A launch whose arguments were copied.
+/// A launch with copied arguments.
 struct Launch {
     const emulator::Kernel *kernel;
     uint32_t grid[3], threads, shared;
@@ -260,7 +260,7 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
     return state();
 }
 
-// Whatever a module holds is loaded already.
+// The content of a module is always loaded already.
 CUresult cuModuleGetFunctionCount(unsigned *count, CUmodule) {
     *count = 0;
     return state();
@@ -276,8 +276,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, s
     return CUDA_SUCCESS;
 }
 
-// What the emulator takes for a tensor map (hopper_emulated.cuh): of 16-bit elements in four
-// dimensions, swizzled within 128 bytes.
+// The emulator's form of a tensor map (hopper_emulated.cuh): 16-bit elements in four dimensions,
+// swizzled within 128 bytes.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
     void *at, const cuuint64_t *dims, const cuuint64_t *strides, const cuuint32_t *box,
     const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,

@@ -1,8 +1,9 @@
-// Capture of streams, and graphs: what is recorded keeps the numbers and addresses it was recorded
-// with, as in the driver.
+// Capture of streams, and graphs. As in the driver, a recorded operation keeps the numbers and
+// addresses of the recording.
 //
-// One stream is recorded at a time, by the thread that began it; waiting there for events of
-// others, or elsewhere for its own, is refused, where the driver would make branches of it.
+// Only one stream is recorded at a time, by the thread that began it. Waiting on it for events of
+// other streams, or elsewhere for its own events, is refused; the driver would create branches
+// instead.
 #include "graph.hpp"
 
 #include <cstdio>
@@ -85,7 +86,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *to) {
         all.of_streams.erase(&stream_of(stream));
     }
     if (graph->broken != CUDA_SUCCESS) return graph->broken;
-    // The driver leaves such memory to whoever launches; the program says that it has none.
+    // The driver leaves such memory to the launching code; the program reports that it has none.
     if (!graph->lent.empty()) fault("memory that a graph allocates is not freed in it");
     *to = reinterpret_cast<CUgraph>(new SharedGraph(graph));
     return state();

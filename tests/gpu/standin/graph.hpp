@@ -11,37 +11,38 @@ namespace standin {
 
 struct Node {
     CUgraphNodeType type;
-    /// Of a copy: whether an end of it is the host's memory.
+    /// For a copy: whether one of its ends is host memory.
     CUmemorytype from = CU_MEMORYTYPE_DEVICE, to = CU_MEMORYTYPE_DEVICE;
     std::function<void()> run;
 };
 
-/// What one stream recorded, in its order.
+/// The operations that one stream recorded, in order.
 struct Graph {
     std::vector<std::unique_ptr<Node>> nodes;
-    /// Memory that the graph allocates: it stays where it is, and holds NaNs before it is allocated
+    /// Memory that the graph allocates. It keeps its address, and holds NaNs before it is allocated
     /// and after it is freed.
     std::map<char *, size_t> blocks;
-    /// Of these, what is allocated and not freed at this point of the recording.
+    /// The part of it that is allocated and not freed at this point of the recording.
     std::map<char *, size_t> lent;
-    /// What made the recording useless.
+    /// The reason why the recording is invalid.
     CUresult broken = CUDA_SUCCESS;
     ~Graph();
 };
 
 using SharedGraph = std::shared_ptr<Graph>;
 
-/// The graph that a stream records, if it does. What cannot be recorded breaks it.
+/// The graph that a stream is recording, if any. An operation that cannot be recorded invalidates
+/// it.
 SharedGraph recorded_by(CUstream stream);
 
-/// A call that a recording forbids: breaks it, and returns what the driver says.
+/// A call that a recording forbids: invalidates it, and returns the driver's error.
 CUresult forbid(const SharedGraph &graph, CUresult why, const char *what);
 
-/// Whether this thread has begun a recording that has not ended: some calls are then forbidden on
+/// Whether this thread has begun a recording that has not ended. Some calls are then forbidden on
 /// all streams.
 SharedGraph recorded_by_thread();
 
-/// One that is recorded, by whichever thread.
+/// A graph that any thread is recording.
 SharedGraph recorded_by_any();
 
 // Memory of graphs, in memory.cpp.

@@ -1,9 +1,9 @@
-// Memory of the device: blocks of the process's own, which hold NaNs before they are written and
+// Memory of the device: separate blocks of the process, which hold NaNs before they are written and
 // after they are freed.
 //
-// Freeing is an operation of a stream; a kernel on another stream that still uses the block then
-// reads NaNs. Blocks are kept for a while before the system gets them back, so that a late write
-// does not land in somebody else's.
+// Freeing is an operation of a stream, so a kernel on another stream that still uses the block
+// reads NaNs. Freed blocks are kept for a while before they return to the system, so that a late
+// write does not hit another owner's memory.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -26,10 +26,10 @@ struct Pool {
     std::map<char *, size_t> lent;
     std::deque<std::pair<char *, size_t>> freed;
     size_t freed_bytes = 0;
-    /// What the driver counts: lent and not yet freed by the program, and what it has got from the
-    /// system at most.
+    /// The driver's counts: memory lent to the program and not yet freed, and the maximum taken
+    /// from the system.
     uint64_t used = 0, used_high = 0, reserved = 0, reserved_high = 0;
-    /// Of graphs: what is allocated at present, and what they have for it.
+    /// For graphs: the memory allocated at present, and the memory reserved for them.
     uint64_t in_graphs = 0, in_graphs_high = 0, graphs_reserved = 0;
     std::map<char *, size_t> pinned;
 };
@@ -48,7 +48,7 @@ uint64_t total() {
     return bytes;
 }
 
-/// Room that the device still has, for whoever holds the pool's lock.
+/// The room that the device still has. Call it with the pool's lock held.
 CUresult reserve(const Pool &p, char **block, size_t bytes) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     if (p.used + p.graphs_reserved + bytes > total()) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -71,7 +71,7 @@ CUresult allocate(CUdeviceptr *at, size_t bytes) {
     return state();
 }
 
-/// In a stream's order.
+/// In the order of a stream.
 void release(char *block) {
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
@@ -89,7 +89,7 @@ void release(char *block) {
     }
 }
 
-/// A graph's own, when it is launched: again where it was when it was recorded.
+/// A graph's own allocation at its launch, at the address of the recording.
 void lend(char *block, size_t bytes) {
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
@@ -123,7 +123,7 @@ bool is_pinned(const void *at) {
     return static_cast<const char *>(at) < after->first + after->second;
 }
 
-/// Whether all of it is lent memory of the device; what is not is a fault.
+/// Whether all of it is lent memory of the device; other memory is a fault.
 bool check(CUdeviceptr at, size_t bytes, const char *what) {
     Pool &p = pool();
     char *block = reinterpret_cast<char *>(at);
@@ -137,7 +137,7 @@ bool check(CUdeviceptr at, size_t bytes, const char *what) {
     return false;
 }
 
-/// Queues a copy, or records it with where its ends are.
+/// Queues a copy, or records it with the location of both ends.
 void copy(CUstream stream, CUmemorytype from, CUmemorytype to, std::function<void()> run) {
     stream_of(stream).queue(CU_GRAPH_NODE_TYPE_MEMCPY, std::move(run));
     if (const SharedGraph graph = recorded_by(stream)) {
@@ -154,7 +154,8 @@ CUresult allocate_in(Graph &graph, CUdeviceptr *at, size_t bytes) {
     char *block;
     if (const CUresult result = reserve(p, &block, bytes)) return result;
     p.graphs_reserved += bytes;
-    // What is recorded may name it, though it holds nothing until the graph is launched.
+    // Recorded operations may name this memory, although it holds nothing until the graph is
+    // launched.
     p.lent[block] = bytes;
     graph.blocks[block] = graph.lent[block] = bytes;
     graph.nodes.push_back(std::make_unique<Node>());
@@ -284,7 +285,7 @@ CUresult cuDeviceGetMemPool(CUmemoryPool *of, CUdevice device) {
 CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute attribute, void *value) {
     Pool &p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    // Highs can be set to zero, which means to what there is now.
+    // A high-water mark can be set to zero, which resets it to the present value.
     if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH) {
         if (*static_cast<uint64_t *>(value) != 0) return CUDA_ERROR_INVALID_VALUE;
         p.used_high = p.used;
@@ -342,7 +343,7 @@ CUresult cuDeviceGetGraphMemAttribute(CUdevice, CUgraphMem_attribute attribute, 
     return CUDA_SUCCESS;
 }
 
-/// Only what memory it is; an error of memory that the driver does not know.
+/// Only the kind of memory. Memory that the driver does not know gives an error.
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr at) {
     if (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE) return CUDA_ERROR_NOT_SUPPORTED;
     if (!is_pinned(reinterpret_cast<const void *>(at))) return CUDA_ERROR_INVALID_VALUE;
@@ -358,7 +359,7 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstr
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE,
             [=] { std::memcpy(at, from, bytes); });
     } else {
-        // The driver has taken pageable bytes when it returns.
+        // The driver has copied pageable bytes when it returns.
         const char *first = static_cast<const char *>(from);
         auto taken = std::make_shared<std::vector<char>>(first, first + bytes);
         copy(stream, CU_MEMORYTYPE_HOST, CU_MEMORYTYPE_DEVICE,
@@ -377,7 +378,7 @@ CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream st
     if (!check(from, bytes, "a copy from the device")) return state();
     const char *at = reinterpret_cast<const char *>(from);
     copy(stream, CU_MEMORYTYPE_DEVICE, CU_MEMORYTYPE_HOST, [=] { std::memcpy(to, at, bytes); });
-    // Into pageable memory the driver copies by itself and returns when it has.
+    // The driver itself copies into pageable memory and returns afterwards.
     if (!is_pinned(to) && !recorded_by(stream)) { stream_of(stream).wait(); }
     return state();
 }

@@ -1,13 +1,14 @@
-// NCCL between processes of one machine, over sockets: operations run on the streams they are
-// queued on, wait for their peers there, and hang there if a peer is gone, until the communicator
-// is aborted. Aborting one waits for the device, as the memory that is freed may; in a group (from
-// NCCL 2.22 on) only once all of the group are aborted.
+// NCCL between processes of one machine, over sockets. Operations run on the streams they are
+// queued on and wait for their peers there. If a peer is gone they hang until the communicator is
+// aborted. Aborting a communicator waits for the device, as freeing its memory may; in a group
+// (from NCCL 2.22 on) it waits only after all communicators of the group are aborted.
 //
-// As in NCCL's non-blocking mode, calls return "in progress" and an asynchronous state says when
-// communicators are ready. Messages of a communicator are matched by their order alone. Two ranks
-// on one device are refused unless NCCL_HOSTID tells them apart. Where a peer is gone NCCL may tell
-// or not, by how it is connected: it does here with STANDIN_NCCL_REMOTE_ERROR=1. A communicator
-// that is used after it was aborted, or freed while the program exits, ends the program.
+// As in NCCL's non-blocking mode, calls return "in progress", and an asynchronous state reports
+// when communicators are ready. Messages of a communicator are matched by their order alone. Two
+// ranks on one device are refused unless NCCL_HOSTID distinguishes them. If a peer is gone, NCCL
+// may report it or not, depending on the connection; the stand-in reports it with
+// STANDIN_NCCL_REMOTE_ERROR=1. Using a communicator after it was aborted, or freeing it while the
+// program exits, ends the program.
 #include <unistd.h>
 
 #include <chrono>
@@ -30,12 +31,12 @@ struct Id {
     char internal[128];
 };
 
-/// Handles that the program may use. A library that freed one would crash at its next use, perhaps;
-/// here that is always told.
+/// Handles that the program may use. A library might crash at the next use of a freed handle; the
+/// stand-in always reports it.
 struct Handles {
     std::mutex mutex;
     std::set<void *> live;
-    /// How many communicators are being freed.
+    /// Number of communicators that are being freed.
     std::atomic<int> freeing{0};
     std::atomic<bool> unloaded{false};
 };
@@ -64,8 +65,8 @@ SharedComm &comm_of(void *handle) {
     return *static_cast<SharedComm *>(handle);
 }
 
-/// The communicator of a handle, which is of no use from here on. The handle's memory stays, so
-/// that no later one has its address.
+/// The communicator of a handle, which cannot be used afterwards. The handle's memory stays
+/// allocated, so that no later handle has its address.
 SharedComm take(void *handle) {
     SharedComm comm = std::move(comm_of(handle));
     std::lock_guard<std::mutex> lock(handles().mutex);
@@ -73,7 +74,7 @@ SharedComm take(void *handle) {
     return comm;
 }
 
-/// What the end of a process does to a library: its threads go on, but what they use is gone.
+/// The effect of a process's end on a library: its threads continue, but the data they use is gone.
 struct AtExit {
     ~AtExit() {
         handles().unloaded = true;
@@ -150,7 +151,7 @@ bool collective(const Operation &o) {
     const size_t bytes = o.count * size_of(o.type);
     const bool is_root = comm.rank == o.peer;
     const size_t apart = o.kind == Kind::ReduceScatter ? bytes : 0;
-    // As simple as can be: everybody gets everything.
+    // The simplest way: every rank receives everything.
     auto all = exchange(comm, o.kind, bytes, o.from, apart);
     if (all.empty()) return false;
     switch (o.kind) {
@@ -170,7 +171,7 @@ bool collective(const Operation &o) {
     return true;
 }
 
-/// Sends and receives of one group, none of which waits for another.
+/// Sends and receives of one group. None waits for another.
 bool messages(const std::vector<Operation> &group) {
     std::atomic<bool> well{true};
     std::map<std::pair<int, Kind>, std::vector<const Operation *>> lines;
@@ -180,7 +181,7 @@ bool messages(const std::vector<Operation> &group) {
         const int peer = line.first.first;
         Comm &comm = *group[0].comm;
         if (peer == comm.rank) {
-            // To itself: what is sent first is received first.
+            // Messages of a rank to itself are received in the order of sending.
             if (line.first.second == Kind::Recv) continue;
             auto &receives = lines[{peer, Kind::Recv}];
             for (size_t i = 0; i < line.second.size() && i < receives.size(); i++)
@@ -208,10 +209,10 @@ bool messages(const std::vector<Operation> &group) {
 
 thread_local int depth = 0;
 thread_local std::vector<Operation> grouped;
-/// Communicators aborted in a group.
+/// Communicators that were aborted in a group.
 thread_local std::vector<SharedComm> aborted;
 
-/// What its version says; a later one is not told from it.
+/// The version to report; later versions behave the same here.
 int version() {
     static const int number = [] {
         const char *text = std::getenv("STANDIN_NCCL_VERSION");
@@ -220,21 +221,20 @@ int version() {
     return number;
 }
 
-/// Frees communicators that were aborted. That frees memory, which may wait for all that runs on
-/// the device.
+/// Frees communicators that were aborted. Freeing memory may wait for all work on the device.
 void reclaim(const std::vector<SharedComm> &comms) {
     if (comms.empty()) return;
     handles().freeing++;
     for (const SharedComm &comm : comms)
         while (comm->launching) std::this_thread::sleep_for(std::chrono::microseconds(100));
     Stream::wait_for_all();
-    // Long enough for what the program does meanwhile to be noticed.
+    // Long enough to notice what the program does in the meantime.
     if (tells_of_peers()) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     handles().freeing--;
 }
 
-/// Queues an operation of `comm` without waiting for room in its stream's queue: a thread does, as
-/// in NCCL's non-blocking mode.
+/// Queues an operation of `comm` without waiting for room in its stream's queue. As in NCCL's
+/// non-blocking mode, a separate thread waits.
 int launch(const SharedComm &comm, Stream &stream, std::function<void()> operation) {
     if (stream.has_room()) {
         stream.queue(CU_GRAPH_NODE_TYPE_KERNEL, std::move(operation));
@@ -250,7 +250,7 @@ int launch(const SharedComm &comm, Stream &stream, std::function<void()> operati
     return InProgress;
 }
 
-/// Queues what a group gathered: one operation of its stream for each communicator.
+/// Queues the operations of a group, as one operation of its stream for each communicator.
 int flush() {
     std::vector<Operation> all = std::move(grouped);
     grouped.clear();
@@ -368,7 +368,7 @@ int ncclCommGetAsyncError(void *handle, int *result) {
 int ncclCommAbort(void *handle) {
     const SharedComm comm = take(handle);
     comm->abort();
-    // Until 2.22 a group changed nothing.
+    // Before 2.22 a group had no effect.
     if (depth > 0 && version() >= 22200) aborted.push_back(comm);
     else reclaim({comm});
     return Success;

@@ -1,4 +1,4 @@
-// cuBLASLt's products, and as much of the other libraries as candle wants when it opens a device.
+// cuBLASLt's products, and the functions of other libraries that candle needs to open a device.
 #include <cublasLt.h>
 
 #include <cmath>
@@ -50,7 +50,7 @@ void store(char *at, uint64_t i, cudaDataType_t type, float x) {
     std::memcpy(at + 2 * i, &bits, 2);
 }
 
-// GELU by tanh, as cuBLASLt has it.
+// GELU by tanh, as in cuBLASLt.
 constexpr float ROOT = 0.7978845608f, CUBE = 0.044715f;
 
 float gelu(float x) { return 0.5f * x * (1.0f + std::tanh(ROOT * (x + CUBE * x * x * x))); }
@@ -60,7 +60,7 @@ float gelu_slope(float x) {
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * ROOT * (1.0f + 3.0f * CUBE * x * x);
 }
 
-/// Whole, as float; element (row, column) at `row + column · rows`.
+/// The whole matrix as float, with element (row, column) at `row + column · rows`.
 std::vector<float> read(const char *at, const Matrix &m, cublasOperation_t operation,
     uint64_t &rows, uint64_t &columns) {
     const bool turned = operation == CUBLAS_OP_T;
@@ -258,7 +258,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t c,
     cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t, int wanted,
     cublasLtMatmulHeuristicResult_t results[], int *found) {
-    // Two, so that there is a choice.
+    // Two algorithms, so that there is a choice.
     *found = std::min(wanted, 2);
     for (int i = 0; i < *found; i++) {
         std::memset(&results[i], 0, sizeof results[i]);
@@ -285,7 +285,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t description
     return state() == CUDA_SUCCESS ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 
-// Opened by candle with every device, used by nothing here.
+// candle opens it with every device; nothing here uses it.
 
 cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
     *handle = reinterpret_cast<cublasHandle_t>(new int);

@@ -18,7 +18,7 @@ namespace standin {
 
 namespace {
 
-/// What ranks tell each other when they meet.
+/// The messages of ranks when they connect.
 struct Hello {
     int rank;
     int device;
@@ -49,13 +49,13 @@ sockaddr_un address(const std::string &name, int rank, socklen_t &length) {
     sockaddr_un at{};
     at.sun_family = AF_UNIX;
     const std::string path = name + "." + std::to_string(rank);
-    // An abstract name: it begins with a zero and is not in the file system.
+    // An abstract name: it begins with a zero byte and is not in the file system.
     std::memcpy(at.sun_path + 1, path.data(), std::min(path.size(), sizeof at.sun_path - 1));
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
     return at;
 }
 
-/// What an operation begins with on the wire, so that one that meets another is noticed.
+/// The header of an operation on the wire, to detect that different operations meet.
 struct Header {
     int kind;
     size_t bytes;
@@ -109,8 +109,8 @@ bool tells_of_peers() {
 
 namespace {
 
-/// Looks for peers that close their connection, as NCCL's proxy thread does, until there are none
-/// to look at.
+/// Watches for peers that close their connection, as NCCL's proxy thread does, until no peer is
+/// left to watch.
 void watch(const std::weak_ptr<Comm> &watched) {
     for (;;) {
         const SharedComm comm = watched.lock();

@@ -1,5 +1,5 @@
-// NCCL's communicators between processes of one machine: how ranks meet, and the messages they
-// exchange over sockets.
+// NCCL's communicators between processes of one machine: how ranks connect, and their messages over
+// sockets.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ enum Result { Success = 0, UnhandledCudaError = 1, SystemError = 2, InternalErro
 struct Comm {
     std::string name;
     int rank = 0, size = 1;
-    /// Sockets to the others; -1 to itself.
+    /// Sockets to the other ranks; -1 for the rank itself.
     std::vector<int> peers;
     std::atomic<int> state{InProgress};
     std::atomic<bool> aborted{false};
@@ -33,13 +33,13 @@ struct Comm {
 
     void fail(Result result, const std::string &why);
 
-    /// Makes the state `to` if it is `from`.
+    /// Sets the state to `to` if it is `from`.
     void change(Result from, Result to);
 
-    /// A peer is gone, which NCCL tells or not (STANDIN_NCCL_REMOTE_ERROR).
+    /// A peer is gone. NCCL reports this or not (STANDIN_NCCL_REMOTE_ERROR).
     void lose_peer();
 
-    /// As a kernel that waits for a rank that is gone.
+    /// Hangs, as a kernel does that waits for a lost rank.
     void hang();
 
     void abort();
@@ -47,20 +47,21 @@ struct Comm {
 
 using SharedComm = std::shared_ptr<Comm>;
 
-/// Whether a peer that is gone is an asynchronous error at once. If not, what needs it hangs.
+/// Whether a lost peer is an asynchronous error at once. If not, operations that need it hang.
 bool tells_of_peers();
 
-/// Connects a communicator's ranks: each listens for the higher ones and calls the lower ones.
+/// Connects a communicator's ranks: each listens for higher ranks and calls lower ones.
 void connect(const SharedComm &comm, int device);
 
 enum class Kind { AllReduce, AllGather, ReduceScatter, Broadcast, Reduce, Send, Recv };
 
-/// Sends an operation's data, or receives those of the same operation; false if the peer is gone.
+/// Sends an operation's data, or receives the data of the same operation; false if the peer is
+/// gone.
 bool send_message(int socket, Kind kind, const char *from, size_t bytes);
 bool receive_message(int socket, Kind kind, char *to, size_t bytes);
 
-/// Sends to every rank its part, `apart` bytes from that of the rank before it, and returns what
-/// came from each, its own included; empty if a peer is gone.
+/// Sends every rank its part; parts are `apart` bytes apart. Returns the part from each rank,
+/// including this one; empty if a peer is gone.
 std::vector<std::vector<char>> exchange(Comm &comm, Kind kind, size_t bytes, const char *parts, size_t apart);
 
 }  // namespace standin

@@ -14,8 +14,8 @@ namespace {
 std::mutex fault_mutex;
 bool has_fault = false;
 
-/// Microseconds that every operation waits before it runs (STANDIN_DELAY_US), so that what is not
-/// ordered goes wrong.
+/// Microseconds that every operation waits before it runs (STANDIN_DELAY_US), so that missing order
+/// becomes visible.
 unsigned delay() {
     static const unsigned microseconds = [] {
         const char *text = std::getenv("STANDIN_DELAY_US");
@@ -24,8 +24,8 @@ unsigned delay() {
     return microseconds;
 }
 
-/// How many operations of a stream may wait before the next call waits, too. The driver has room
-/// for about as many.
+/// Number of operations of a stream that may wait before the next call waits, too. The driver has
+/// about the same limit.
 size_t room() {
     static const size_t operations = [] {
         const char *text = std::getenv("STANDIN_QUEUE");
@@ -127,9 +127,10 @@ void Stream::work() {
 
 namespace {
 
-/// Recordings are counted: a wait is for the one that was last when it was queued.
+/// Recordings are numbered: a wait refers to the last recording at the time when the wait was
+/// queued.
 struct Event {
-    /// Whether it was recorded last in a graph, where it is no point in time.
+    /// Whether the last recording was in a graph, where it is not a point in time.
     bool in_graph = false;
     std::mutex mutex;
     std::condition_variable changed;
@@ -170,7 +171,7 @@ CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int) {
 }
 
 CUresult cuStreamDestroy(CUstream stream) {
-    // The driver returns at once and lets what is queued run.
+    // The driver returns at once, and queued operations still run.
     std::thread([stream] { delete reinterpret_cast<Stream *>(stream); }).detach();
     return CUDA_SUCCESS;
 }
@@ -183,7 +184,8 @@ CUresult cuStreamSynchronize(CUstream stream) {
 }
 
 CUresult cuCtxSynchronize() {
-    // Whoever records it (CUDA C++ Programming Guide, "Prohibited and Unhandled Operations").
+    // Whichever thread records it (CUDA C++ Programming Guide, "Prohibited and Unhandled
+    // Operations").
     if (const SharedGraph graph = recorded_by_any())
         return forbid(graph, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "the device is waited for");
     Stream::wait_for_all();
@@ -208,7 +210,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
                 graph, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "an event from outside is waited for");
         number = event->recorded;
     }
-    // Of its own, a stream is always behind them.
+    // A stream is always after its own events.
     if (!graph) stream_of(stream).queue([event, number] { await(*event, number); });
     return state();
 }

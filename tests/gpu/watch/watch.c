@@ -1,16 +1,16 @@
-// Writes down, in order, what a program has NVIDIA's driver do that takes the host's time: kernels
-// that are queued, and calls that wait for the device. It stands between the program and the
-// driver, a real one or the stand-in (tests/gpu/standin), and changes nothing.
+// Records, in order, a program's calls to NVIDIA's driver that take the host's time: queued
+// kernels, and calls that wait for the device. It stands between the program and the driver, either
+// the real one or the stand-in (tests/gpu/standin), and changes nothing.
 //
 //   cc -O2 -shared -fPIC -o watch.so watch.c -ldl && WATCH_TRACE=FILE LD_PRELOAD=watch.so program …
 //
-// A line is `kernel NAME` (of the program's own ones; `kernel of LIBRARY` otherwise), `graph` (a
-// recorded graph is launched), or `wait FUNCTION`, where `of LIBRARY` follows if it was not the
-// program that waits. With RANK in the environment the file is FILE.RANK.
+// A line is `kernel NAME` (for the program's own kernels; otherwise `kernel of LIBRARY`), `graph`
+// (the launch of a recorded graph), or `wait FUNCTION`, followed by `of LIBRARY` if a library waits
+// and not the program. With RANK in the environment the file is FILE.RANK.
 //
 // Programs and libraries find the driver's functions by dlsym, or by cuGetProcAddress, which they
-// find by dlsym. Both are defined here, and give out a trampoline in the place of each function
-// that is watched, which notes the call and jumps on with all registers as they were.
+// find by dlsym. Both are defined here. For each watched function they return a trampoline, which
+// records the call and jumps to the function with all registers unchanged.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,7 +24,7 @@
 #error "the trampolines are for x86-64"
 #endif
 
-// Registers of a call, the first argument last.
+// Registers of a call; the first argument is last.
 enum { ARG_5, ARG_4, ARG_3, ARG_2, ARG_1, ARG_0 };
 
 enum kind {
@@ -69,7 +69,7 @@ static const struct {
     {"cuLaunchKernelEx", LAUNCHES_EX},
 };
 
-// A function that was given out.
+// A function that was returned to a caller.
 enum { SLOTS = 128 };
 static struct {
     const char *name;
@@ -78,7 +78,7 @@ static struct {
 } slots[SLOTS];
 static int num_slots;
 
-// Names of kernels by what the driver calls them.
+// Names of kernels by the driver's handles.
 struct kernel {
     void *function;
     char *name;
@@ -120,7 +120,7 @@ static void write_line(const char *what, const char *name, const char *of) {
     pthread_mutex_unlock(&mutex);
 }
 
-// The library that `at` lies in; none if it is the program itself.
+// The library that contains `at`; none for the program itself.
 static const char *library_of(void *at) {
     Dl_info there, program;
     if (!dladdr(at, &there) || !there.dli_fname) return "an unknown library";
@@ -149,7 +149,7 @@ static const char *kernel_name(void *function) {
     return name;
 }
 
-// Called by every trampoline; the function to go on with.
+// Called by every trampoline; returns the function to jump to.
 void *watch_call(long slot, const uintptr_t *registers, void *caller) {
     const char *name = slots[slot].name, *of = library_of(caller);
     char text[128];
@@ -166,7 +166,7 @@ void *watch_call(long slot, const uintptr_t *registers, void *caller) {
         break;
     case LAUNCHES:
     case LAUNCHES_EX:
-        // Only the program's kernels are certain to be functions of modules.
+        // Only the program's kernels are known to be functions of modules.
         write_line("kernel",
             of ? "" : kernel_name((void *)registers[slots[slot].kind == LAUNCHES ? ARG_0 : ARG_1]),
             of);
@@ -178,8 +178,8 @@ void *watch_call(long slot, const uintptr_t *registers, void *caller) {
     return slots[slot].function;
 }
 
-// The trampolines lie 16 bytes apart. At the call of watch_call the stack is aligned: seven words
-// were pushed upon the caller's address.
+// The trampolines are 16 bytes apart. At the call of watch_call the stack is aligned: seven words
+// were pushed after the caller's address.
 __asm__(".text\n"
         ".p2align 4\n"
         "watch_trampolines:\n"
@@ -217,8 +217,7 @@ static int module_function_watched(void **function, void *module, const char *na
 
 static void *instead_of(const char *name, void *function);
 
-// The driver's own name for what cuGetProcAddress gives out: of itself it has two, which take
-// different arguments.
+// The driver's own name for cuGetProcAddress, which has two variants with different arguments.
 static const char *of_version(const char *name, int version) {
     return version >= 12000 && !strcmp(name, "cuGetProcAddress") ? "cuGetProcAddress_v2" : name;
 }
@@ -236,8 +235,7 @@ static int proc_address_2_watched(
     return status;
 }
 
-// Whether `name` is `base` with or without the suffix of a version or of the default stream's
-// variants.
+// Whether `name` is `base`, with or without the suffix of a version or of a default-stream variant.
 static int is(const char *name, const char *base) {
     size_t len = strlen(base);
     if (strncmp(name, base, len)) return 0;
@@ -248,7 +246,7 @@ static int is(const char *name, const char *base) {
     return 0;
 }
 
-// What a program gets that asks for a function of the driver's.
+// The function that a program receives when it asks for a function of the driver.
 static void *instead_of(const char *name, void *function) {
     if (!strcmp(name, "cuPointerGetAttribute")) pointer_attribute = function;
     if (!strcmp(name, "cuModuleGetFunction") && function != module_function_watched) {
@@ -288,7 +286,7 @@ void *watch_dlsym(void *handle, const char *name) {
     return instead_of(name, function);
 }
 
-// What RTLD_NEXT means depends on who calls, so there the loader's own is jumped to.
+// The meaning of RTLD_NEXT depends on the caller, so the loader's own dlsym is jumped to.
 __asm__(".text\n"
         ".globl dlsym\n"
         ".type dlsym, @function\n"

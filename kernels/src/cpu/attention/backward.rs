@@ -17,8 +17,8 @@ use crate::tensor::parallel::{self, Shared};
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::{View, tensor};
 
-/// Keys per tile; a multiple of 4, as masks want it. Fewer than forward's: two tiles of scores and
-/// all operands are to stay in L2.
+/// Keys per tile; a multiple of 4, as masks need it. Fewer than in forward: two tiles of scores and
+/// all operands must stay in L2.
 const TILE_K: usize = 64;
 const _: () = assert!(
     TILE_K.is_multiple_of(TILE_Q),
@@ -54,7 +54,7 @@ struct Pass<'a, E: Elem> {
     mask: Option<&'a Mask<'a>>,
 }
 
-/// Keys and values of a group, and the gradients gathered for them: `[s, d]`, transposed `[s /
+/// Keys and values of a group, and their accumulated gradients: `[s, d]`, transposed `[s /
 /// TILE_K][d][TILE_K]`.
 struct Group<'a, T> {
     keys: &'a [T],
@@ -68,7 +68,7 @@ struct Group<'a, T> {
 struct Head<'a, T> {
     batch: usize,
     head: usize,
-    /// Times the scale of scores.
+    /// Multiplied by the scale of scores.
     queries: &'a [T],
     dout: &'a [T],
     dq: &'a mut [T],
@@ -108,7 +108,7 @@ impl<E: Elem> Pass<'_, E> {
                 vectorize(
                     #[inline(always)]
                     || {
-                        // The values themselves are not needed: their buffer then takes the
+                        // The untransposed values are not needed, so their buffer then takes the
                         // queries.
                         part(of_group + 1).copy(0..s, E::Acc::ONE, queries);
                         transpose::<_, TILE_K>(queries, d, values_t);
@@ -154,7 +154,7 @@ impl<E: Elem> Pass<'_, E> {
         );
     }
 
-    /// Writes scale · `from [s, d]` to where `to` lies in dqkv.
+    /// Writes scale · `from [s, d]` to the place of `to` in dqkv.
     fn store(&self, to: Rows<E>, from: &[E::Acc], scale: E::Acc, target: Shared<E>) {
         vectorize(
             #[inline(always)]
@@ -184,7 +184,7 @@ impl<E: Elem> Pass<'_, E> {
         for first_key in (0..s).step_by(TILE_K) {
             let keys = first_key..s.min(first_key + TILE_K);
             for first_query in (first_key / TILE_Q * TILE_Q..s).step_by(TILE_Q) {
-                // This query and all later ones see nothing of the tile.
+                // This query and all later ones see none of the tile's keys.
                 if self.scores.first_key(s, head.batch, first_query) >= keys.end {
                     break;
                 }
@@ -211,15 +211,15 @@ impl<E: Elem> Pass<'_, E> {
     ) {
         let d = self.geometry.shape.head_dim;
         let mask = self.mask.map(|m| m.head(head.batch, head.head));
-        // Keys behind the last query are hidden from all of them; before the first one there are so
-        // many.
+        // Keys after the last query are hidden from all queries; `before` keys come before the
+        // first query.
         let (m, seen, before) =
             (queries.len(), (queries.end - keys.start).min(keys.len()), queries.start - keys.start);
         let row = queries.start * d;
         let operand = |of: &[E::Acc]| Mat(of[row..].as_ptr(), d, 1);
         let transposed = |of: &[E::Acc]| (of[keys.start * d..].as_ptr(), TILE_K);
-        // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; `seen` ≤ TILE_K keys are
-        // of a tile.
+        // SAFETY: a tile has m rows of the head's [s, d] and of p and ds; the tile has `seen` ≤
+        // TILE_K keys.
         unsafe {
             for (to, rows, turned) in
                 [(&mut *p, head.queries, group.keys_t), (&mut *ds, head.dout, group.values_t)]
@@ -265,8 +265,8 @@ impl<E: Elem> Pass<'_, E> {
         }
     }
 
-    /// Scores and gradients of probabilities of one query become (dropped) probabilities and
-    /// gradients of scores; 0 where it does not see.
+    /// Turns one query's scores and gradients of probabilities into (dropped) probabilities and
+    /// gradients of scores; 0 for keys that the query does not see.
     #[inline(always)]
     fn row(
         &self,
@@ -303,7 +303,7 @@ impl<E: Elem> Pass<'_, E> {
     }
 }
 
-/// Scores and gradients of probabilities become probabilities and gradients of scores.
+/// Turns scores and gradients of probabilities into probabilities and gradients of scores.
 #[inline(always)]
 fn plain_row<T: Float>(p: &mut [T], ds: &mut [T], lse: T, delta: T) {
     for (p, ds) in p.iter_mut().zip(ds) {
@@ -312,7 +312,7 @@ fn plain_row<T: Float>(p: &mut [T], ds: &mut [T], lse: T, delta: T) {
     }
 }
 
-/// As [`plain_row`], with the mask and 1/(1−p) of forward on the probabilities and on their
+/// As [`plain_row`], with forward's mask and 1/(1−p) applied to the probabilities and to their
 /// gradients.
 #[inline(always)]
 fn dropped_row<T: Float>(

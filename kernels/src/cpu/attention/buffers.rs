@@ -1,4 +1,4 @@
-//! Copies of a head in memory of its own, and where a thread keeps them from one head to the next.
+//! Contiguous copies of a head, in buffers that a thread keeps from one head to the next.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use crate::tensor::arena;
 use crate::tensor::element::{Elem, Float};
 use crate::tensor::host::HostElem;
 
-/// A cache line, for its alignment.
+/// A cache line, for alignment.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Line {
@@ -18,8 +18,8 @@ thread_local! {
     static LINES: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
-/// Calls `f` with buffers of these lengths, whose contents are arbitrary numbers. Their memory is
-/// kept for the thread's next call.
+/// Calls `f` with buffers of these lengths, which hold arbitrary numbers. Their memory is kept for
+/// the thread's next call.
 pub fn with_buffers<T: HostElem, const N: usize, R>(
     lengths: [usize; N],
     f: impl FnOnce([&mut [T]; N]) -> R,
@@ -37,7 +37,7 @@ pub fn with_two_buffers<A: HostElem, B: HostElem, const N: usize, const M: usize
         + lengths_b.iter().map(|&n| lines::<B>(n)).sum::<usize>();
     let mut lines = LINES.take();
     if lines.len() < needed {
-        lines = Vec::new(); // free first, so that growing needs no room for both
+        lines = Vec::new(); // free first, so that both never exist at once
         arena::outside(|| lines.resize(needed, Line { _bytes: [0; 64] }));
     }
     let mut rest = &mut lines[..];
@@ -48,12 +48,12 @@ pub fn with_two_buffers<A: HostElem, B: HostElem, const N: usize, const M: usize
     result
 }
 
-/// Cache lines that hold `n` elements.
+/// Number of cache lines that hold `n` elements.
 fn lines<T>(n: usize) -> usize {
     (n * size_of::<T>()).div_ceil(size_of::<Line>())
 }
 
-/// `n` elements from the beginning of `rest`.
+/// Takes `n` elements from the beginning of `rest`.
 fn take<'a, T: HostElem>(rest: &mut &'a mut [Line], n: usize) -> &'a mut [T] {
     let (own, others) = std::mem::take(rest).split_at_mut(lines::<T>(n));
     *rest = others;
@@ -62,11 +62,11 @@ fn take<'a, T: HostElem>(rest: &mut &'a mut [Line], n: usize) -> &'a mut [T] {
     unsafe { std::slice::from_raw_parts_mut(own.as_mut_ptr().cast::<T>(), n) }
 }
 
-/// Rows of one head, wherever they lie: positions are `stride` elements apart.
+/// Rows of one head: positions are `stride` elements apart.
 #[derive(Clone, Copy)]
 pub struct Rows<'a, E> {
     pub elements: &'a [E],
-    /// Of position 0.
+    /// Offset of position 0.
     pub at: usize,
     pub stride: usize,
     pub width: usize,
@@ -88,8 +88,8 @@ impl<'a, E: Elem> Rows<'a, E> {
     }
 }
 
-/// Transposes rows `[n, width]` tile by tile of `TILE` rows: `to [n / TILE][width][TILE]`. What
-/// lies behind the last row is kept.
+/// Transposes rows `[n, width]` tile by tile of `TILE` rows: `to [n / TILE][width][TILE]`. Elements
+/// of `to` after the last row keep their values.
 #[inline(always)]
 pub fn transpose<T: Float, const TILE: usize>(rows: &[T], width: usize, to: &mut [T]) {
     const BLOCK: usize = 16;

@@ -1,10 +1,10 @@
 //! Attention of a few new tokens over the keys and values of all tokens so far: one task per sample
-//! and group of heads, or some of its heads. Where there are none before them, as with a prompt, it
-//! is that of a sequence.
+//! and group of heads, or per some of a group's heads. If there are no earlier tokens, as for a
+//! prompt, this is attention over a sequence.
 //!
 //! A task goes over the cache once, some positions at a time, for all of its heads (the online
-//! softmax: Milakov & Gimelshein 2018): positions lie kilobytes apart, and to come to one, whose
-//! page the processor may have to look up, takes longer than what is computed with it.
+//! softmax: Milakov & Gimelshein 2018). Positions lie kilobytes apart, so reaching one, perhaps
+//! with a page-table walk, takes longer than computing with it.
 //!
 //! For generation; no gradient, no dropout. Pope et al. 2022 (multi-query attention with a
 //! key/value cache).
@@ -66,7 +66,7 @@ fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Ge
     for (batch, start) in starts.iter().enumerate() {
         for i in 0..s {
             for group in 0..shape.groups {
-                // Key and value follow each other in both.
+                // In both, the value directly follows the key.
                 let from = geometry.qkv_at(batch, group, shape.heads_per_group)
                     + i * geometry.qkv_stride();
                 let to = key_at(geometry, start + i, batch, group);
@@ -80,7 +80,7 @@ fn append<E: Elem>(packed: &[E], cache: &mut [E], starts: &[usize], geometry: Ge
 const BLOCK: usize = 32;
 /// Positions whose values are added at a time.
 const TOGETHER: usize = 4;
-/// How many positions before its use memory is asked for.
+/// Prefetch distance, in positions.
 const AHEAD: usize = 16;
 
 fn attend<E: Elem>(
@@ -94,7 +94,8 @@ fn attend<E: Elem>(
     let (d, of_group) = (shape.head_dim, shape.heads_per_group);
     let mut out = vec![E::store(E::Acc::ZERO); s * b * shape.heads() * d];
     let rows = Shared(out.as_mut_ptr());
-    // Threads that would have no group get some heads of one, and read as much for them.
+    // If there are fewer groups than threads, each group's heads are split over several tasks. Each
+    // task then reads all of the group's keys and values.
     let parts = parallel::threads().div_ceil((b * shape.groups).max(1)).clamp(1, of_group.max(1));
     parallel::for_each(b * shape.groups * parts, |task| {
         let (batch_group, part) = (task / parts, task % parts);
@@ -162,16 +163,16 @@ fn attend<E: Elem>(
     out
 }
 
-/// What a query has gathered of the positions so far.
+/// A query's accumulated state over the positions so far.
 struct Gathered<E: Elem> {
     query: Vec<E>,
-    /// Of the present positions: scores, then e^(score − top), rounded.
+    /// For the current positions: scores, then e^(score − top), rounded.
     weights: [E::Acc; BLOCK],
-    /// The largest score.
+    /// The largest score so far.
     top: E::Acc,
-    /// Σ e^(score − top)
+    /// Σ e^(score − top).
     norm: E::Acc,
-    /// Σ e^(score − top) · value
+    /// Σ e^(score − top) · value.
     sums: Vec<E::Acc>,
 }
 
@@ -182,15 +183,15 @@ impl<E: Elem> Gathered<E> {
         Self { query, weights: [E::Acc::ZERO; BLOCK], top, norm, sums: vec![E::Acc::ZERO; d] }
     }
 
-    /// Forgets all for a new query.
+    /// Resets the state for a new query.
     fn begin(&mut self, query: &[E]) {
         self.query.copy_from_slice(query);
         (self.top, self.norm) = (E::Acc::NEG_INFINITY, E::Acc::ZERO);
         self.sums.fill(E::Acc::ZERO);
     }
 
-    /// Makes weights of the first `n` scores, and brings what was gathered before to the new
-    /// largest one.
+    /// Turns the first `n` scores into weights, and rescales the accumulated sums to the new
+    /// largest score.
     #[inline(always)]
     fn soften(&mut self, n: usize, scale: E::Acc, tilt: impl FnOnce(&mut [E::Acc])) {
         let weights = &mut self.weights[..n];
@@ -203,14 +204,14 @@ impl<E: Elem> Gathered<E> {
             self.norm *= correction;
             self.sums.iter_mut().for_each(|sum| *sum *= correction);
         }
-        // Of nothing but −∞ so far, which weighs nothing.
+        // If all scores so far are −∞, the weights are 0.
         let top = if self.top == E::Acc::NEG_INFINITY { E::Acc::ZERO } else { self.top };
         weights.iter_mut().for_each(|w| *w = (*w - top).fast_exp());
         self.norm += sum(weights, |w| w);
         round::<E>(weights);
     }
 
-    /// Adds the values of the present positions from `n` on.
+    /// Adds the values of the current positions, from `n` on.
     #[inline(always)]
     fn add<const N: usize>(&mut self, n: usize, values: [&[E]; N]) {
         let weights: [E::Acc; N] = std::array::from_fn(|i| self.weights[n + i]);
@@ -220,7 +221,7 @@ impl<E: Elem> Gathered<E> {
         if E::DTYPE == DType::F16
             && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512
         {
-            // LLVM makes no vectors of these conversions: five times as long.
+            // LLVM does not vectorize these conversions; its code takes five times as long.
             let (values, weights) =
                 (values.map(|value| value.as_ptr().cast()), weights.map(|w| w.f64() as f32));
             // SAFETY: the machine has AVX-512, E is f16, which is computed in f32, and every row
@@ -249,9 +250,9 @@ fn dot<E: Elem>(a: &[E], b: &[E]) -> E::Acc {
     if size_of::<E>() == 2
         && crate::tensor::simd::Isa::detected() >= crate::tensor::simd::Isa::Avx512
     {
-        // LLVM's own vectors of bf16 take twice as long; of f16 it makes none.
+        // LLVM's vector code for bf16 takes twice as long; for f16 it does not vectorize.
         let (rows, n) = ([a.as_ptr(), b.as_ptr()], a.len().min(b.len()));
-        // SAFETY: the machine has AVX-512, and E is the type that its name says.
+        // SAFETY: the machine has AVX-512, and E is the type of its DTYPE.
         let product = unsafe {
             match E::DTYPE {
                 DType::BF16 => inner_product::<bf16>(rows.map(<*const E>::cast), n),

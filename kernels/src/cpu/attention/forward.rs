@@ -1,4 +1,5 @@
-//! Forward: one task per (batch, head), or per part of a head's queries where there are few heads.
+//! Forward: one task per (batch, head), or several tasks per head, each for a part of its queries,
+//! if there are few heads.
 
 use std::ops::Range;
 
@@ -42,14 +43,14 @@ fn fill<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) 
     let Geometry { s, b, shape } = geometry;
     let heads = shape.heads();
     let tiles = s.div_ceil(TILE_Q);
-    // No tile depends on how they are dealt. Two tasks a thread even out what the last ones leave
-    // idle.
+    // No tile depends on how tiles are distributed. Two tasks per thread balance the load at the
+    // end.
     let parts = (2 * parallel::threads()).div_ceil((b * heads).max(1)).clamp(1, tiles.max(1));
     parallel::for_each(b * heads * parts, |task| {
         let (batch_head, part) = (task / parts, task % parts);
         let head =
             Head { geometry, batch: batch_head / heads, head: batch_head % heads, scores, mask };
-        // Every parts-th tile, from the last one back: short and long rows alike for each.
+        // Every parts-th tile, from the last one back, so that each part gets short and long rows.
         head.forward(packed, (0..tiles).rev().skip(part).step_by(parts), out, lse);
     });
 }
@@ -68,17 +69,17 @@ struct Head<'a> {
     mask: Option<&'a Mask<'a>>,
 }
 
-/// What one tile of queries, and the keys and values of its head, are to products.
+/// Operands of the products for one tile of queries and the keys and values of its head.
 struct Operands<'a, T> {
-    /// `[TILE_Q, d]`, times the scale of scores.
+    /// `[TILE_Q, d]`, multiplied by the scale of scores.
     queries: &'a [T],
-    /// `[s / TILE_K][d][TILE_K]`
+    /// `[s / TILE_K][d][TILE_K]`.
     keys_t: &'a [T],
-    /// `[s, d]`
+    /// `[s, d]`.
     values: &'a [T],
 }
 
-/// What the queries of a tile have gathered so far.
+/// The accumulated state of a tile's queries.
 struct Gathered<'a, T> {
     /// Σ exp(score − maximum)·v per query, `[TILE_Q, d]`.
     acc: &'a mut [T],
@@ -88,8 +89,8 @@ struct Gathered<'a, T> {
 }
 
 impl Head<'_> {
-    /// Writes the rows of these tiles of queries, latest first, in `out` and `lse`, which no other
-    /// task writes.
+    /// Writes the rows of these tiles of queries, latest first, to `out` and `lse`. No other task
+    /// writes these rows.
     fn forward<E: Elem>(
         &self,
         packed: &[E],
@@ -141,7 +142,7 @@ impl Head<'_> {
         });
     }
 
-    /// One tile of queries.
+    /// Computes one tile of queries.
     fn tile<E: Elem>(
         &self,
         rows: Range<usize>,
@@ -154,18 +155,18 @@ impl Head<'_> {
         let Geometry { s, shape, .. } = self.geometry;
         let d = shape.head_dim;
         let mask = self.mask.map(|m| m.head(self.batch, self.head));
-        // Tiles that all queries see nothing of are left out: the first query sees furthest back.
+        // Skip tiles that no query sees: the first query sees furthest back.
         let seen = self.scores.first_key(s, self.batch, rows.start) / TILE_K * TILE_K;
         for first_key in (seen..rows.end).step_by(TILE_K) {
             let (keys_t, values) =
                 (&operands.keys_t[first_key * d..], &operands.values[first_key * d..]);
-            // Keys behind the last query are hidden from all of them.
+            // Keys after the last query are hidden from all queries.
             let keys = (rows.end - first_key).min(TILE_K);
             let (m, p_at) = (rows.len(), p.as_mut_ptr());
-            // Keys before the first query; one more is seen by each of the others.
+            // Keys before the first query; each later query sees one more.
             let before = rows.start - first_key;
-            // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, of which `keys`
-            // are of positions before the sequence's end, as are as many rows of values.
+            // SAFETY: queries, p and acc have m rows; keys_t has d rows of TILE_K, with `keys`
+            // columns before the sequence's end, and values have `keys` rows.
             unsafe {
                 let q = Mat(operands.queries.as_ptr(), d, 1);
                 product(
@@ -213,7 +214,7 @@ impl Head<'_> {
             #[inline(always)]
             || {
                 for (r, position) in rows.enumerate() {
-                    // SAFETY: only this task writes these places: its head's columns at its
+                    // SAFETY: only this task writes these elements: its head's columns at its
                     // positions.
                     let (out, lse) = unsafe {
                         let out = out.at(out_at + position * self.geometry.out_stride());
@@ -229,9 +230,8 @@ impl Head<'_> {
         );
     }
 
-    /// One row of the online softmax: replaces the scores that the query sees by exp(score −
-    /// maximum), dropped and rounded to `E`, those of other keys by 0, and brings what was gathered
-    /// so far to the new maximum.
+    /// One row of the online softmax. Replaces visible scores by exp(score − maximum), dropped and
+    /// rounded to `E`, and other scores by 0. Rescales the accumulated state to the new maximum.
     #[inline(always)]
     fn soften<E: Elem>(
         &self,

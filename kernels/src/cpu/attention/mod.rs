@@ -31,18 +31,18 @@ impl Scores<'_> {
     }
 }
 
-/// [`Scores`] as the CPU's kernels read them.
+/// [`Scores`] in the form that CPU kernels read.
 #[derive(Clone, Copy)]
 struct HostScores<'a> {
     scale: f64,
     alibi: Option<&'a [f64]>,
     window: Option<usize>,
-    /// `[b][s]`
+    /// `[b][s]`.
     first_keys: Option<&'a [u32]>,
 }
 
 impl<'a> HostScores<'a> {
-    /// `first_keys`: those of `scores`, `[b][s]`.
+    /// `first_keys` are those of `scores`, `[b][s]`.
     fn new(
         scores: Scores<'a>,
         first_keys: Option<&'a [u32]>,
@@ -70,7 +70,8 @@ impl<'a> HostScores<'a> {
         Ok(Self { scale, alibi, window, first_keys })
     }
 
-    /// The first key that a query sees, of sequences of `s`. Does not decrease along the queries.
+    /// The first key that a query sees, in sequences of length `s`. Does not decrease along the
+    /// queries.
     #[inline(always)]
     fn first_key(&self, s: usize, sample: usize, query: usize) -> usize {
         let window = self.window.map_or(0, |window| (query + 1).saturating_sub(window));
@@ -83,7 +84,7 @@ impl<'a> HostScores<'a> {
     }
 }
 
-/// Adds a slope's term to the scores of `query` with the keys from `first_key` on.
+/// Adds the slope's term to the scores of `query` with the keys from `first_key` on.
 #[inline(always)]
 fn tilt<T: Float>(scores: &mut [T], slope: f64, query: usize, first_key: usize) {
     let slope = T::of(slope);
@@ -95,7 +96,7 @@ fn tilt<T: Float>(scores: &mut [T], slope: f64, query: usize, first_key: usize) 
     }
 }
 
-/// Rounds probabilities to what `E` holds, as they are before they weigh values of `E`.
+/// Rounds probabilities to `E`, before they weight values of `E`.
 #[inline(always)]
 fn round<E: Elem>(p: &mut [E::Acc]) {
     if size_of::<E>() < size_of::<E::Acc>() {
@@ -103,7 +104,7 @@ fn round<E: Elem>(p: &mut [E::Acc]) {
     }
 }
 
-/// What both passes need to know beside tensors.
+/// Arguments of both passes besides tensors.
 #[derive(Clone, Copy)]
 struct Call<'a> {
     geometry: Geometry,
@@ -146,8 +147,8 @@ impl Mask<'_> {
 
 /// Dropout of one (sample, head): query q's row of words belongs to its keys.
 ///
-/// (key, sample, head) is more than a Philox counter holds beside q and k, so it is hashed into key
-/// and counter.
+/// (key, sample, head) does not fit into a Philox counter together with q and k, so it is hashed
+/// into key and counter.
 #[derive(Clone, Copy)]
 struct HeadMask {
     derived: [u32; 4],
@@ -163,7 +164,7 @@ impl HeadMask {
     }
 }
 
-/// As [`ops`](crate::tensor::arguments::attention::attention) says.
+/// See [`ops`](crate::tensor::arguments::attention::attention).
 pub fn forward<E: Elem>(
     qkv: &Tensor,
     geometry: Geometry,
@@ -176,7 +177,7 @@ pub fn forward<E: Elem>(
     forward::run::<E>(op, qkv, Call { geometry, scores, mask })
 }
 
-/// The gradient of `qkv`, of `dout`, `qkv`, `out` and `lse`.
+/// The gradient with respect to `qkv`, from `dout`, `qkv`, `out` and `lse`.
 pub fn backward<E: Elem>(
     [dout, qkv, out, lse]: [&Tensor; 4],
     geometry: Geometry,

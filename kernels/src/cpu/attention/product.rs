@@ -1,4 +1,4 @@
-//! Products of the tiles of attention, on one thread.
+//! Products of attention tiles, on one thread.
 
 use ::gemm::Parallelism;
 use candle_core::DType;
@@ -7,7 +7,7 @@ use crate::cpu::gemm::unpacked::{self, CausalPart};
 use crate::cpu::gemm::{Mat, gemm};
 use crate::tensor::element::Float;
 
-/// As [`unpacked::product`]; in f64, all of it.
+/// As [`unpacked::product`]; in f64, the whole product.
 ///
 /// # Safety
 /// As [`unpacked::product`].
@@ -19,7 +19,7 @@ pub unsafe fn product<T: Float>(
     a: Mat<*const T>,
     b: (*const T, usize),
 ) {
-    // SAFETY: the caller's promise; T is the type that its name says.
+    // SAFETY: the caller's promise; T is the type of its DTYPE.
     unsafe {
         if T::DTYPE == DType::F32 {
             unpacked::product(

@@ -1,7 +1,7 @@
-//! Micro-kernel of AMX: 32 × 32, two by two tiles of 16 × 16 sums, 32 of the inner dimension per
-//! step.
+//! Micro-kernel for AMX: 32 × 32 sums in two by two tiles of 16 × 16, 32 elements of the inner
+//! dimension per step.
 //!
-//! The compiler does not know of tile registers yet, so this is assembly; the tiles live within one
+//! The compiler does not support tile registers yet, so this is assembly; tiles live within one
 //! block of it. As with AVX-512 BF16, subnormal numbers count as 0 (Intel SDM, TDPBF16PS). Panels
 //! of B are those of AVX-512 BF16.
 
@@ -47,7 +47,7 @@ impl Kernel<bf16> for Amx {
     }
 
     unsafe fn pack_b(b: Mat<*const bf16>, columns: usize, k: usize, to: *mut bf16) {
-        // SAFETY: the caller's promise; the pairs up to a whole step are zeros.
+        // SAFETY: the caller's promise; the pairs up to a whole step become zeros.
         unsafe {
             pack_pairs::<NR>(b.t(), columns, k, to);
             let pairs = k.div_ceil(2);
@@ -55,8 +55,8 @@ impl Kernel<bf16> for Amx {
         }
     }
 
-    // Rows that begin within a line cost a second line each. Rows that lie a multiple of 2 KiB
-    // apart fall into so few sets of the L1 cache that a strip does not stay there.
+    // Rows that do not begin with a cache line cost a second line each. Rows a multiple of 2 KiB
+    // apart map to so few sets of the L1 cache that a strip does not stay there.
     fn reads_rows(Mat(at, row, column): Mat<*const bf16>) -> bool {
         column == 1
             && at.addr().is_multiple_of(64)
@@ -113,8 +113,8 @@ pub(super) unsafe fn copy(
     }
 }
 
-/// Where the tiles of a strip lie: the upper and the lower sixteen rows of the first step, the
-/// distance of rows and that of steps.
+/// Addresses of a strip's tiles: the upper and the lower sixteen rows of the first step, the stride
+/// of rows and the stride of steps.
 struct Tiles {
     upper: *const bf16,
     lower: *const bf16,
@@ -141,9 +141,9 @@ impl Tiles {
     }
 }
 
-/// Asks for eight lines, `$ahead` bytes behind `b`, for the L1 cache: a strip stays there, panels
-/// come from L2. A step has four of these, for all lines of the panel's step after the next one;
-/// `b` moves on by a step after the first.
+/// Prefetches eight lines, `$ahead` bytes after `b`, into L1: a strip stays there, panels come from
+/// L2. A step has four of these prefetches, for all lines of the panel's step after the next; `b`
+/// advances by a step after the first.
 macro_rules! fetch {
     ($ahead:literal) => {
         concat!(
@@ -162,8 +162,8 @@ macro_rules! fetch {
     };
 }
 
-/// Every operand of the next step is loaded as soon as the last product with its predecessor is
-/// under way.
+/// Loads every operand of the next step as soon as the last product with its predecessor has
+/// started.
 unsafe fn whole<const SECOND: usize>(
     steps: usize,
     strip: Tiles,
@@ -172,7 +172,7 @@ unsafe fn whole<const SECOND: usize>(
     (to, to_stride): (*mut f32, usize),
     next: Next,
 ) {
-    // What is needed once only lies in memory: there are not enough registers.
+    // Values that are needed only once are passed in memory: there are not enough registers.
     let (fetching, rest) = ((steps - 1).min(FETCHING), (steps - 1).saturating_sub(FETCHING));
     let once = [from as usize, 4 * from_stride, to as usize, 4 * to_stride, rest];
     // SAFETY: the caller's promise.
@@ -329,7 +329,7 @@ unsafe fn upper_half(
     }
 }
 
-/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[32][32]`, with zeros beyond.
+/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[32][32]`, padded with zeros.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
     let Mat(from, row, column) = a;
@@ -346,7 +346,8 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
                 _mm512_store_si512(to.add(r * STEP).cast(), line);
             }
         } else if row == 1 && rows == MR && k == STEP {
-            // The next piece along the inner dimension is packed after those of the other strips.
+            // The next piece along the inner dimension is packed after this piece of the other
+            // strips.
             for i in STEP..2 * STEP {
                 prefetch(from.wrapping_add(i * column));
             }
@@ -381,8 +382,9 @@ unsafe fn pack_rows(a: Mat<*const bf16>, rows: usize, k: usize, to: *mut bf16) {
     }
 }
 
-/// Register i of the result holds 16 bits from byte 2·i of each of 32 rows that lie `row` bytes
-/// apart. As with [`super::lanes::transposed`], loads put quarters of registers where they belong.
+/// Register i of the result holds the 16 bits at byte 2·i of each of 32 rows, which lie `row` bytes
+/// apart. As in [`super::lanes::transposed`], the loads already put quarters of registers into
+/// place.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transposed_words(from: *const u8, row: usize) -> [__m512i; 8] {

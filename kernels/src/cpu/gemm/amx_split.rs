@@ -1,17 +1,17 @@
-//! AMX for wider types: f32 as sums of three bf16, f16 of two ([`super::bf16_split`]); micro-kernel
-//! of 32 × 32, two by two tiles, 32 of the inner dimension per step.
+//! AMX for wider types: f32 as sums of three bf16, f16 as sums of two ([`super::bf16_split`]).
+//! Micro-kernel of 32 × 32 sums, two by two tiles, 32 elements of the inner dimension per step.
 //!
-//! Products of bf16 are exact in f32. Of the nine products of the parts of two f32 six are summed;
-//! those left out are at most 2⁻²⁴ of the whole, as rounding a product to f32 is, and of either
-//! sign. TDPBF16PS adds up 32 products before it adds them to what there is, so sums are rounded
-//! less often than by FMA of f32, and come out closer to the exact ones (`tests`: sums of f32 by
+//! Products of bf16 are exact in f32. Of the nine products of the parts of two f32, six are summed.
+//! The omitted ones are at most 2⁻²⁴ of the whole, like the rounding of a product to f32, and have
+//! either sign. TDPBF16PS adds up 32 products before it adds them to the previous sum. So sums are
+//! rounded less often than by FMA of f32, and are closer to the exact ones (`tests`: sums of f32 by
 //! AMX). After Henry, Tang and Heinecke 2019, *Leveraging the bfloat16 artificial intelligence
-//! datatype for higher-precision computations*. Of two f16 all four products are summed.
+//! datatype for higher-precision computations*. For two f16 all four products are summed.
 //!
-//! Parts, and products of parts, that are subnormal count as 0 (Intel SDM, TDPBF16PS): numbers
-//! below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits, an error of about 2⁻¹²⁶ at
-//! most for each, and subnormal numbers are 0. Infinities give NaN, and so do numbers from 2¹²⁸ −
-//! 2¹¹⁹ on.
+//! Subnormal parts, and subnormal products of parts, count as 0 (Intel SDM, TDPBF16PS). So numbers
+//! below 2⁻¹⁰³, and terms of sums below 2⁻¹⁰², may lose their last bits, with an error of at most
+//! about 2⁻¹²⁶ each; subnormal numbers become 0. Infinities give NaN, and so do numbers of at least
+//! 2¹²⁸ − 2¹¹⁹.
 
 use std::arch::asm;
 
@@ -95,8 +95,8 @@ impl<E: SplitBf16> Kernel<E> for AmxSplit {
     }
 }
 
-/// Loads of a part of a strip's upper or lower rows into tile 4 or 5, or of a panel's left or right
-/// columns into tile 6 or 7. Behind the last part comes the first one of the next step.
+/// Loads a part of a strip's upper or lower rows into tile 4 or 5, or of a panel's left or right
+/// columns into tile 6 or 7. The first part of the next step follows the last part.
 macro_rules! load {
     (upper $part:literal) => {
         concat!("tileloadd tmm4, [{a} + {a_row} + 2048*", $part, "]\n")
@@ -115,9 +115,8 @@ macro_rules! load {
     };
 }
 
-/// Products of a part of the rows, in tiles 4 and 5, with one of the columns, in 6 and 7. The parts
-/// that are needed next are loaded as soon as the last product with their predecessors is under
-/// way.
+/// Multiplies a part of the rows, in tiles 4 and 5, by a part of the columns, in 6 and 7. Loads the
+/// parts that are needed next as soon as the last products with their predecessors have started.
 macro_rules! four {
     (rows $a:literal) => {
         four!(load!(upper $a), "", load!(lower $a), "")
@@ -145,15 +144,15 @@ macro_rules! four {
     };
 }
 
-/// The six products of three parts, begun with low · high; then middle · high, middle · middle,
-/// high · middle, high · low, high · high.
+/// The six products of three parts: first low · high, then middle · high, middle · middle, high ·
+/// middle, high · low, high · high.
 macro_rules! six {
     ($($last:tt)*) => {
         concat!(four!(rows 1), four!(columns 1), four!(rows 0), four!(columns 2), four!(columns 0), four!($($last)*))
     };
 }
 
-/// The four products of two parts, begun with low · low; then low · high, high · high, high · low.
+/// The four products of two parts: first low · low, then low · high, high · high, high · low.
 macro_rules! all_of_two {
     ($($last:tt)*) => {
         concat!(four!(columns 0), four!(rows 0), four!(columns 1), four!($($last)*))
@@ -167,9 +166,9 @@ macro_rules! from_memory {
     };
 }
 
-/// As [`Kernel::tile`] of more than sixteen rows and at least one step, after each of which a share
-/// of `work` is done. Tiles keep their values from one block of assembly to the next: the compiler
-/// knows of no use for them.
+/// As [`Kernel::tile`] for more than sixteen rows and at least one step; does a share of `work`
+/// after each step. Tiles keep their values from one block of assembly to the next, because the
+/// compiler does not use them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn whole<E: SplitBf16, W: Work>(
     steps: usize,
@@ -180,7 +179,7 @@ unsafe fn whole<E: SplitBf16, W: Work>(
     mut next: Next,
     mut work: W,
 ) {
-    // SAFETY: the caller's promise; fetching ahead is no access.
+    // SAFETY: the caller's promise; a prefetch is no access.
     unsafe {
         if from.is_null() {
             asm!(
@@ -238,8 +237,8 @@ unsafe fn whole<E: SplitBf16, W: Work>(
     }
 }
 
-/// As [`whole`], of sixteen rows, in the same order, so that an element has the same bits: parts of
-/// the rows in tiles 2 to 4, one of the columns in 6 and 7.
+/// As [`whole`], for sixteen rows, in the same order, so that an element has the same bits: parts
+/// of the rows in tiles 2 to 4, a part of the columns in 6 and 7.
 unsafe fn upper_half<E: SplitBf16>(
     steps: usize,
     mut strip: *const bf16,
@@ -308,7 +307,7 @@ unsafe fn upper_half<E: SplitBf16>(
     }
 }
 
-/// A part of a strip or a panel, packed in shares of some units of its pieces.
+/// A part of a strip or a panel, packed in shares: some units of its pieces at a time.
 struct PackByShares<E> {
     from: Mat<*const E>,
     width: usize,

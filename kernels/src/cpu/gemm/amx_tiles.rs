@@ -1,5 +1,5 @@
-//! The tile registers of AMX: how they are set up, and given back; and what micro-kernels made of
-//! them share.
+//! The tile registers of AMX: setting them up and releasing them; and code that the micro-kernels
+//! with tiles share.
 
 use std::arch::asm;
 
@@ -7,10 +7,10 @@ use std::arch::asm;
 pub const WIDTH: usize = 32;
 /// Inner dimension of a step.
 pub const STEP: usize = 32;
-/// Steps that fetch four rows each of what will be written next.
+/// Steps that prefetch four rows each of the next tile to write.
 pub const FETCHING: usize = WIDTH / 4;
 
-/// Of [`super::kernel::Kernel`], what does not depend on what tiles are multiplied with.
+/// The part of [`super::kernel::Kernel`] that does not depend on the element type.
 macro_rules! of_tiles {
     () => {
         const MR: usize = $crate::cpu::gemm::amx_tiles::WIDTH;
@@ -36,7 +36,7 @@ macro_rules! of_tiles {
         }
 
         unsafe fn enter() {
-            // SAFETY: AMX is detected with the operating system's permission only.
+            // SAFETY: AMX is detected only with the operating system's permission.
             unsafe { $crate::cpu::gemm::amx_tiles::configure() }
         }
 
@@ -48,7 +48,7 @@ macro_rules! of_tiles {
 }
 pub(super) use of_tiles;
 
-/// What LDTILECFG loads: palette 1, all eight tiles of 16 rows of 64 bytes.
+/// Operand of LDTILECFG: palette 1, all eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]
 struct Config([u8; 64]);
 
@@ -64,7 +64,7 @@ const CONFIG: Config = {
     Config(bytes)
 };
 
-/// Gives the thread its tiles.
+/// Sets up the thread's tiles.
 ///
 /// # Safety
 /// The machine has AMX, and the operating system gave its permission.
@@ -73,11 +73,11 @@ pub unsafe fn configure() {
     unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
 }
 
-/// Puts the tiles back into their initial state, which makes context switches cheap again.
+/// Returns the tiles to their initial state, which makes context switches cheap again.
 ///
 /// # Safety
 /// The machine has AMX.
 pub unsafe fn release() {
-    // SAFETY: nothing of the tiles is used any more.
+    // SAFETY: the tiles' contents are not used any more.
     unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
 }

@@ -1,4 +1,4 @@
-//! Micro-kernel of AVX2 and FMA: 6 × 16, twelve sums in sixteen registers.
+//! Micro-kernel for AVX2 and FMA: 6 × 16, twelve sums in sixteen registers.
 
 use std::arch::x86_64::*;
 
@@ -62,7 +62,7 @@ impl<E: Elem<Acc = f32>> Kernel<E> for Avx2 {
         interleaved: Option<Interleaved<E, f32>>,
     ) {
         let (panel, to) = ((panel, NR), to.sums());
-        // SAFETY: the caller's promise; only f32 is read where it lies.
+        // SAFETY: the caller's promise; only f32 is read unpacked.
         unsafe {
             match strip {
                 Strip::Rows(at, row) => {
@@ -159,7 +159,7 @@ impl Unpacked for Avx2 {
     }
 }
 
-/// Asks for what comes next, and does the interleaved work.
+/// Prefetches the data that is needed next, and does the interleaved work.
 struct Asking<W>(Ahead, W);
 
 impl<W: Work> Work for Asking<W> {
@@ -173,8 +173,8 @@ impl<W: Work> Work for Asking<W> {
     }
 }
 
-/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the
-/// distance of their rows. Does a share of `work` for every row.
+/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null. Everything except the strip
+/// comes with its row stride. Does a share of `work` for every row.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     k: usize,
@@ -218,8 +218,7 @@ unsafe fn tile<const ROWS: usize, L: Layout, W: Work>(
     }
 }
 
-/// [`Kernel::skinny`] of up to eight columns. Memory behind them is asked for, line by line, as it
-/// lies.
+/// [`Kernel::skinny`] of up to eight columns. Prefetches the memory after them, line by line.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
     k: usize,
@@ -228,7 +227,7 @@ unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
     to: *mut f32,
 ) {
     let mut following = b.wrapping_add(LANES * column).cast::<i8>();
-    // SAFETY: the caller's promise; fetching ahead is no access.
+    // SAFETY: the caller's promise; a prefetch is no access.
     unsafe {
         let mut sums: [__m256; ROWS] = std::array::from_fn(|r| _mm256_loadu_ps(to.add(r * NR)));
         for i in (0..k).step_by(LANES) {
@@ -260,7 +259,7 @@ unsafe fn thin_rows<const ROWS: usize, E: Elem<Acc = f32>>(
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn load<E: Elem<Acc = f32>>(from: *const E) -> __m256 {
-    // SAFETY: the caller's promise, and E is the type that its name says.
+    // SAFETY: the caller's promise, and E is the type of its DTYPE.
     unsafe {
         match E::DTYPE {
             DType::F32 => _mm256_loadu_ps(from.cast()),
@@ -273,9 +272,9 @@ unsafe fn load<E: Elem<Acc = f32>>(from: *const E) -> __m256 {
     }
 }
 
-/// Eight elements along each of up to eight `lines` of memory that lie `line` elements apart, of
-/// which so many `elements` are left: vector i of the result holds the i-th of every line, and 0
-/// for missing lines and behind the last element.
+/// Eight elements along each of up to eight `lines` of memory, which lie `line` elements apart and
+/// have `elements` elements left. Vector i of the result holds the i-th element of every line, and
+/// 0 for missing lines and elements.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn along<E: Elem<Acc = f32>>(
@@ -298,8 +297,8 @@ unsafe fn along<E: Elem<Acc = f32>>(
             };
         }
     }
-    // Pairs, then fours within halves of vectors, then the halves. (Loops: closures within
-    // `from_fn` were called one by one, since that has not their instructions.)
+    // First pairs, then fours within halves of vectors, then the halves. (Loops: closures within
+    // `from_fn` became calls, because that function lacks their instruction set.)
     let mut pairs = x;
     for i in (0..LANES).step_by(2) {
         (pairs[i], pairs[i + 1]) =
@@ -321,7 +320,8 @@ unsafe fn along<E: Elem<Acc = f32>>(
     lines
 }
 
-/// As [`pack::pack`]; what lies along the inner dimension in memory is transposed in registers.
+/// As [`pack::pack`]; operands that are contiguous along the inner dimension are transposed in
+/// registers.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(
     m: Mat<*const E>,
@@ -352,7 +352,7 @@ unsafe fn vector_pack<E: Elem<Acc = f32>, const R: usize>(
     }
 }
 
-/// The lowest `n` ≤ 8 of eight lanes.
+/// Mask of the lowest `n` ≤ 8 of eight lanes.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn first(n: usize) -> __m256i {

@@ -1,8 +1,7 @@
-//! The micro-kernel that AVX-512 and AVX-512 BF16 share: 14 × 32, 28 sums, two vectors of B and a
-//! broadcast word of A in 32 registers.
+//! The micro-kernel that AVX-512 and AVX-512 BF16 share: 14 × 32, with 28 sums, two vectors of B
+//! and a broadcast word of A in 32 registers.
 //!
-//! A word is what a lane of B is multiplied with: an f32, or a pair of bf16 along the inner
-//! dimension.
+//! A word is the factor of one lane of B: an f32, or a pair of bf16 along the inner dimension.
 
 use std::arch::x86_64::*;
 
@@ -35,8 +34,8 @@ macro_rules! by_rows {
 }
 pub(super) use by_rows;
 
-/// [`super::kernel::Kernel::tile`] of whatever strip and interleaved, where `$word` makes words of
-/// `$e`.
+/// [`super::kernel::Kernel::tile`] for any kind of strip and interleaved work. `$word` makes words
+/// of `$e`.
 macro_rules! any_tile {
     ($rows:expr, $strip:expr, $interleaved:expr, $e:ty, $word:ty, ($words:expr, $panel:expr, $from:expr, $to:expr, $ahead:expr)) => {{
         let (words, panel, from, to, ahead) = ($words, $panel, $from, $to, $ahead);
@@ -82,21 +81,21 @@ macro_rules! any_tile {
 }
 pub(super) use any_tile;
 
-/// Sixteen words out of rows of memory of `E`.
+/// Makes sixteen words from rows of memory of `E`.
 pub trait Word<E> {
-    /// Rows of memory that make a word.
+    /// Rows of memory per word.
     const ROWS: usize;
 
-    /// Words of the rows at `from` and, where there are two, `row` elements behind it; 0 where
+    /// Words of the row at `from` and, if `ROWS` is 2, the row `row` elements after it; 0 where
     /// `mask` does not select.
     ///
     /// # Safety
-    /// The machine has the kernel's instruction set; what `mask` selects can be read.
+    /// The machine has the kernel's instruction set; the elements that `mask` selects can be read.
     unsafe fn words(from: *const E, row: usize, mask: u16) -> __m512i;
 
-    /// Words along up to sixteen lines of memory that lie `line` elements apart, of which so many
-    /// `elements` are left: register i of the result holds the i-th word of every line, and 0 for
-    /// missing lines and behind the last element.
+    /// Words along up to sixteen `lines` of memory, which lie `line` elements apart and have
+    /// `elements` elements left. Register i of the result holds the i-th word of every line, and 0
+    /// for missing lines and elements.
     ///
     /// # Safety
     /// As [`Word::words`], for those elements.
@@ -126,8 +125,9 @@ pub trait Word<E> {
 }
 
 /// Defines `tile` and `packed_tile`: [`super::kernel::Kernel::tile`] of `words` words, which `M`
-/// multiplies, adds and rounds. Between shares of the inner dimension, as many as there are rows,
-/// it asks for a row of what comes next, and does a share of `work`; after each word a step of it.
+/// multiplies, adds and rounds. The inner dimension is divided into as many shares as there are
+/// rows. Between shares, the tile prefetches a row of the data needed next and does a share of
+/// `work`; after each word it does a step of `work`.
 macro_rules! tiles {
     ($features:literal) => {
         #[inline(always)]
@@ -163,7 +163,7 @@ macro_rules! tiles {
         ) {
             let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
             let (share, mut left) = (words / ROWS, words);
-            // SAFETY: the caller's promise; fetching ahead is no access.
+            // SAFETY: the caller's promise; a prefetch is no access.
             unsafe {
                 if !from.is_null() {
                     for r in 0..ROWS {
@@ -175,7 +175,7 @@ macro_rules! tiles {
                     read.lines().into_iter().for_each(crate::tensor::simd::prefetch);
                     added.lines().into_iter().for_each(crate::tensor::simd::prefetch);
                     written.lines().into_iter().for_each(|line| _mm_prefetch::<_MM_HINT_ET0>(line));
-                    // What was asked for two tiles ago has left L1 since, and stores wait for each
+                    // Lines prefetched two tiles ago have left L1 since, and stores wait for each
                     // other.
                     if 2 * r >= ROWS {
                         [2 * r - ROWS, 2 * r + 1 - ROWS]
@@ -188,7 +188,7 @@ macro_rules! tiles {
                     for _ in 0..now {
                         let b = [_mm512_loadu_ps(panel), _mm512_loadu_ps(panel.add(16))];
                         for r in 0..ROWS {
-                            // Rows of pairs may begin between words.
+                            // Rows of pairs may be unaligned.
                             let a = _mm512_set1_ps(strip.row(r).read_unaligned());
                             sums[r] = [
                                 M::multiply(sums[r][0], a, b[0]),
@@ -208,8 +208,8 @@ macro_rules! tiles {
                         }
                     }
                     To::Rounded { to, stride, add, add_stride } => {
-                        // By way of memory, so that the loop around long roundings, which the
-                        // compiler leaves one, does not keep the sums there all the time.
+                        // Goes through memory: the compiler does not unroll a loop around long
+                        // roundings, and would otherwise keep the sums in memory all the time.
                         let mut rows = [[0.0f32; NR]; ROWS];
                         for r in 0..ROWS {
                             _mm512_storeu_ps(rows[r].as_mut_ptr(), sums[r][0]);
@@ -235,8 +235,8 @@ macro_rules! tiles {
 }
 pub(super) use tiles;
 
-/// Defines `skinny`: [`super::kernel::Kernel::skinny`] of columns of which `W` makes words. Sums of
-/// sixteen columns, sixteen words of those and a broadcast word of A are in registers.
+/// Defines `skinny`: [`super::kernel::Kernel::skinny`] of columns from which `W` makes words. Sums
+/// of sixteen columns, sixteen words of these columns and a broadcast word of A are in registers.
 macro_rules! skinny {
     ($features:literal) => {
         #[inline(always)]
@@ -267,7 +267,7 @@ macro_rules! skinny {
             }
         }
 
-        /// Of up to sixteen columns. Memory behind them is asked for, line by line, as it lies.
+        /// Up to sixteen columns. Prefetches the memory after them, line by line.
         #[target_feature(enable = $features)]
         unsafe fn thin_rows<const ROWS: usize, E, W: Word<E>>(
             k: usize,
@@ -277,7 +277,7 @@ macro_rules! skinny {
         ) {
             let step = 16 * W::ROWS;
             let mut following = b.wrapping_add(16 * column).cast::<i8>();
-            // SAFETY: the caller's promise; fetching ahead is no access.
+            // SAFETY: the caller's promise; a prefetch is no access.
             unsafe {
                 let mut sums: [__m512; ROWS] =
                     std::array::from_fn(|r| _mm512_loadu_ps(to.add(r * NR)));

@@ -1,7 +1,7 @@
 //! AVX-512 BF16: products of pairs along the inner dimension, by the micro-kernel of
 //! [`super::avx512_common`].
 //!
-//! The instructions take subnormal numbers for 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever
+//! The instructions treat subnormal numbers as 0 (Intel SDM, VDPBF16PS, VCVTNEPS2BF16), whatever
 //! MXCSR says.
 
 use std::arch::x86_64::*;
@@ -138,7 +138,7 @@ impl Kernel<bf16> for Avx512Bf16 {
     }
 }
 
-/// Two rows of memory make words of pairs.
+/// Makes words of pairs from two rows of memory.
 struct Pair;
 
 impl Word<bf16> for Pair {
@@ -172,7 +172,7 @@ impl Word<bf16> for Pair {
 
     #[inline(always)]
     unsafe fn multiply(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the caller's promise; __m512bh is 32 bf16 as __m512 is 16 words of two.
+        // SAFETY: the caller's promise; __m512bh holds 32 bf16, __m512 the same as 16 words of two.
         unsafe {
             _mm512_dpbf16_ps(
                 sum,
@@ -192,10 +192,10 @@ impl Word<bf16> for Pair {
     }
 }
 
-/// Sixteen pairs of rows `i` and `i + 1` of a matrix with contiguous rows, where `mask` selects.
+/// Sixteen pairs from rows `i` and `i + 1` of a matrix with contiguous rows, where `mask` selects.
 ///
 /// # Safety
-/// The machine has AVX-512; what `mask` selects can be read.
+/// The machine has AVX-512; the elements that `mask` selects can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn pairs_of(even: *const bf16, odd: Option<*const bf16>, mask: u16) -> __m512i {
@@ -212,7 +212,7 @@ pub(super) unsafe fn pairs_of(even: *const bf16, odd: Option<*const bf16>, mask:
     }
 }
 
-/// Packs `width` ≤ R rows of `k` ≤ 32 columns of `m` as `[k / 2][R][2]`, with zeros beyond.
+/// Packs `width` ≤ R rows of `k` ≤ 32 columns of `m` as `[k / 2][R][2]`, padded with zeros.
 ///
 /// # Safety
 /// The machine has AVX-512; `m` can be read, `to` has R · (k rounded up to 2) elements.
@@ -268,8 +268,8 @@ unsafe fn pack_all<const R: usize>(
     }
 }
 
-/// As [`Kernel::pack_strips`], of strips side by side in rows of memory, which are read two by two;
-/// those of the next piece are asked for.
+/// As [`Kernel::pack_strips`], for strips side by side in rows of memory. Reads the rows two by two
+/// and prefetches those of the next piece.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pack_rows<const R: usize>(
     Mat(from, _, column): Mat<*const bf16>,
@@ -278,7 +278,7 @@ unsafe fn pack_rows<const R: usize>(
     to: *mut bf16,
     stride: usize,
 ) {
-    // SAFETY: the caller's promise; fetching ahead is no access.
+    // SAFETY: the caller's promise; a prefetch is no access.
     unsafe {
         for i in 0..k.div_ceil(2) {
             let even = from.wrapping_add(2 * i * column);
@@ -320,7 +320,7 @@ unsafe fn pack_rows<const R: usize>(
     }
 }
 
-/// As [`Kernel::finish`]; bf16 by the instruction for it.
+/// As [`Kernel::finish`]; rounds to bf16 by the dedicated instruction.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
     sums: *const f32,
@@ -337,7 +337,7 @@ pub(super) unsafe fn finish_tile<C: Elem<Acc = f32>>(
         };
     }
     let add = (!add.0.is_null()).then_some((add.0.cast::<bf16>(), add.1));
-    // Multiplications would keep the products' units busy.
+    // A multiplication by 1 is skipped: it would occupy the units that compute products.
     let factor = (scale != 1.0).then(|| _mm512_set1_ps(scale));
     for r in 0..rows {
         // SAFETY: the caller's promise; C is bf16, and masked lanes are not touched.

@@ -1,8 +1,10 @@
-//! Numbers as sums of bf16, and strips and panels of such parts for [`super::amx_split`].
+//! Splits numbers into sums of bf16, and packs strips and panels of such parts for
+//! [`super::amx_split`].
 //!
-//! An f32 has 24 significant bits, as three bf16 of 8 have together: `x = high + middle + low`
-//! exactly, the first two the nearest bf16 to what is left (which is positive or negative, so each
-//! part has one bit more than it shows). An f16 has 11 bits, and two parts.
+//! An f32 has 24 significant bits, as many as three bf16 of 8 bits together: `x = high + middle +
+//! low` exactly. The first two parts are the bf16 nearest to the remainder. (The remainder has
+//! either sign, so each part contributes one bit more than it stores.) An f16 has 11 bits, and two
+//! parts.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -19,14 +21,15 @@ use crate::tensor::simd::prefetch;
 pub const PART: usize = WIDTH * STEP;
 /// Units in which a piece can be packed.
 pub const UNITS: usize = 8;
-/// Units that are packed together where sixteen rows are transposed.
+/// Units packed together where sixteen rows are transposed.
 const TURNED: usize = UNITS / 2;
 
-/// Storage types that are sums of bf16.
+/// Storage types that can be split into sums of bf16.
 pub trait SplitBf16: Lanes {
     /// Two or three.
     const PARTS: usize;
-    /// All parts of a number, for their size; a piece has first all high ones, then the next.
+    /// A type of the size of all parts of a number. A piece holds first all high parts, then the
+    /// next parts.
     type Packed: Copy;
 }
 
@@ -40,8 +43,8 @@ impl SplitBf16 for f16 {
     type Packed = [bf16; 2];
 }
 
-/// Takes the nearest bf16, ties away from 0, off each of sixteen numbers, and returns it, as an
-/// f32. (Integers suffice for that, where conversions occupy the port of shuffles. A NaN remains in
+/// Subtracts the nearest bf16, ties away from 0, from each of sixteen numbers, and returns it as an
+/// f32. (Integer instructions suffice; conversions would occupy the shuffle port. A NaN remains in
 /// `numbers`.)
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -52,7 +55,7 @@ fn take(numbers: &mut __m512) -> __m512i {
     part
 }
 
-/// The parts of twice sixteen numbers, as f32. What is left for the last one has 8 bits at most.
+/// The parts of twice sixteen numbers, as f32. The remainder for the last part has at most 8 bits.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn parts_of<E: SplitBf16>(mut first: __m512, mut second: __m512) -> [[__m512i; 2]; 3] {
@@ -64,7 +67,7 @@ fn parts_of<E: SplitBf16>(mut first: __m512, mut second: __m512) -> [[__m512i; 2
     parts
 }
 
-/// Where the high halves of 32 words are, in two vectors.
+/// Indices of the high halves of 32 words in two vectors.
 const HIGH_HALVES: [i16; 32] = {
     let mut at = [0; 32];
     let mut i = 0;
@@ -80,7 +83,7 @@ const HIGH_HALVES: [i16; 32] = {
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn store<E: SplitBf16>(numbers: [__m512; 2], to: *mut bf16) {
     let parts = parts_of::<E>(numbers[0], numbers[1]);
-    // SAFETY: the caller's promise; a table of as many words as a vector has.
+    // SAFETY: the caller's promise; the table has as many words as a vector.
     unsafe {
         let high_halves = _mm512_loadu_epi16(HIGH_HALVES.as_ptr());
         for (p, &[first, second]) in parts.iter().enumerate().take(E::PARTS) {
@@ -92,7 +95,7 @@ unsafe fn store<E: SplitBf16>(numbers: [__m512; 2], to: *mut bf16) {
     }
 }
 
-/// As [`store`], of sixteen pairs of numbers, the even ones in the low halves of words.
+/// As [`store`], for sixteen pairs of numbers, with the even ones in the low halves of words.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
@@ -101,7 +104,7 @@ unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
     let parts = parts_of::<E>(even, odd);
     for (p, &[even, odd]) in parts.iter().enumerate().take(E::PARTS) {
         // The last part of a number below 2⁻¹⁰² is subnormal and has bits in its low half, too.
-        // They are less than 2⁻¹³³.
+        // They are below 2⁻¹³³ and are dropped.
         let even = _mm512_srli_epi32::<16>(even);
         let pairs = _mm512_ternarylogic_epi32::<FIRST_OR_SECOND_AND_THIRD>(even, odd, high_half);
         // SAFETY: the caller's promise.
@@ -109,8 +112,9 @@ unsafe fn store_pairs<E: SplitBf16>(even: __m512, odd: __m512, to: *mut bf16) {
     }
 }
 
-/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, with zeros beyond: of its
-/// [`UNITS`] those that are named. Asks for the piece that begins at `next`, which lies alike.
+/// Packs `rows` ≤ 32 rows of `k` ≤ 32 columns of `a` as `[part][32][32]`, padded with zeros. Packs
+/// only the given `units` out of [`UNITS`]. Prefetches the piece that begins at `next`, which has
+/// the same strides.
 ///
 /// # Safety
 /// The machine has AVX-512; `a` can be read, `to` has room for a piece and begins a cache line.
@@ -169,8 +173,8 @@ pub unsafe fn pack_rows<E: SplitBf16>(
     }
 }
 
-/// Packs `width` ≤ 32 rows of `k` ≤ 32 columns of `m` as `[part][16][32][2]`, pairs along the inner
-/// dimension, with zeros beyond, as [`pack_rows`].
+/// As [`pack_rows`], packs `width` ≤ 32 rows of `k` ≤ 32 columns of `m` as `[part][16][32][2]`:
+/// pairs along the inner dimension, padded with zeros.
 ///
 /// # Safety
 /// As [`pack_rows`].
@@ -240,13 +244,13 @@ pub unsafe fn pack_pairs<E: SplitBf16>(
     }
 }
 
-/// Bytes from one element to another, modulo what an address can be.
+/// Bytes from one element to another, in wrapping arithmetic.
 fn distance<E>(from: *const E, to: *const E) -> usize {
     to.addr().wrapping_sub(from.addr())
 }
 
-/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, with zeros beyond. Asks for
-/// those `ahead` bytes behind.
+/// Sixteen elements of a row of `k` that begins at `row`, from `i` on, padded with zeros.
+/// Prefetches the elements `ahead` bytes later.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn part_of_row<E: Lanes>(
@@ -257,15 +261,15 @@ unsafe fn part_of_row<E: Lanes>(
     ahead: usize,
 ) -> __m512 {
     let at = from.wrapping_add(row + i);
-    // SAFETY: the caller's promise; what a mask does not select is not read.
+    // SAFETY: the caller's promise; masked elements are not read.
     unsafe {
         prefetch(at.wrapping_byte_add(ahead));
         E::load16(at, first(k.saturating_sub(i)))
     }
 }
 
-/// Column `i` of `k` of sixteen rows that lie side by side, of which `mask` selects; zeros beyond.
-/// Asks for what lies `ahead` bytes behind.
+/// Column `i` (of `k`) of sixteen rows that lie side by side, where `mask` selects; else zeros.
+/// Prefetches the memory `ahead` bytes later.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn part_of_column<E: Lanes>(
@@ -300,7 +304,7 @@ unsafe fn columns<E: Lanes>(
     all
 }
 
-/// Elements that are apart in both directions, side by side.
+/// Gathers elements that are strided in both directions.
 unsafe fn gathered<E: Lanes>(
     Mat(from, row, column): Mat<*const E>,
     rows: usize,
@@ -321,7 +325,7 @@ mod tests {
     use super::*;
     use crate::tensor::simd::Isa;
 
-    /// The parts of a number, as a piece of a strip holds them.
+    /// The parts of a number, as stored in a piece of a strip.
     fn parts<E: SplitBf16>(x: E) -> Vec<f32> {
         #[repr(align(64))]
         struct Piece([bf16; 3 * PART]);
@@ -333,7 +337,7 @@ mod tests {
         (0..E::PARTS).map(|p| piece.0[p * PART].to_f32()).collect()
     }
 
-    /// Numbers with all kinds of bits, from 2⁻¹⁰⁰ to 2¹²⁰.
+    /// Numbers with varied bits, from 2⁻¹⁰⁰ to 2¹²⁰.
     fn some() -> impl Iterator<Item = f32> {
         let bits = (0..10_000u32).map(|i| i.wrapping_mul(0x9e37_79b9) ^ i << 7);
         bits.map(|bits| f32::from_bits(bits & 0x807f_ffff | (27 + bits % 220) << 23))

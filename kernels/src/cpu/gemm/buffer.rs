@@ -1,4 +1,4 @@
-//! Memory of panels and of unfinished sums, which each thread keeps from one product to the next.
+//! Memory for panels and unfinished sums. Each thread keeps its own from one product to the next.
 
 use std::cell::Cell;
 use std::thread::LocalKey;
@@ -10,47 +10,47 @@ use crate::tensor::arena;
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Memory without a value, aligned to cache lines.
+/// Uninitialized memory, aligned to cache lines.
 #[derive(Default)]
 pub struct Buffer(Vec<Line>);
 
 impl Buffer {
-    /// Room for `n` elements of `T`, holding whatever it holds.
+    /// Room for `n` elements of `T`, with arbitrary contents.
     pub fn room<T: Copy>(&mut self, n: usize) -> *mut T {
         let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
         if lines > self.0.capacity() {
-            self.0 = Vec::new(); // free first, so that growing needs no room for both
+            self.0 = Vec::new(); // free first, so that both never exist at once
             arena::outside(|| self.0.reserve_exact(lines));
         }
         self.0.as_mut_ptr().cast()
     }
 }
 
-/// What a thread needs for its part of a product.
+/// A thread's buffers for its part of a product.
 #[derive(Default)]
 pub struct ThreadBuffers {
     /// Strips of A.
     pub strips: Buffer,
-    /// Panels of B, where a thread packs them alone.
+    /// Panels of B, if a thread packs them alone.
     pub panels: Buffer,
     /// Unfinished sums.
     pub sums: Buffer,
-    /// Whether others read these strips or panels, so that nothing may be written there before the
-    /// product is computed.
+    /// Whether other threads read these strips or panels. Then nothing may be written there before
+    /// the product is complete.
     pub lent: bool,
     /// Strips and panels that were lent.
     aside: Vec<[Buffer; 2]>,
 }
 
 impl ThreadBuffers {
-    /// Before strips and panels are written: those that are lent stay where they are.
+    /// Call this before writing strips and panels: lent ones move aside and stay unchanged.
     pub fn keep_lent(&mut self) {
         if std::mem::take(&mut self.lent) {
             self.aside.push([std::mem::take(&mut self.strips), std::mem::take(&mut self.panels)]);
         }
     }
 
-    /// Once nobody reads what was lent.
+    /// Call this when no other thread reads lent buffers any more.
     pub fn all_is_back(&mut self) {
         self.lent = false;
         if let Some([strips, panels]) = self.aside.drain(..).next() {
@@ -59,12 +59,12 @@ impl ThreadBuffers {
     }
 }
 
-/// What the threads of a product share.
+/// Buffers that the threads of a product share.
 #[derive(Default)]
 pub struct SharedBuffers {
     /// Panels of B.
     pub panels: Buffer,
-    /// Unfinished sums, where they outlast a piece of B.
+    /// Unfinished sums that outlast a piece of B.
     pub sums: Buffer,
     /// The bias in f32.
     pub bias: Buffer,
@@ -75,7 +75,7 @@ thread_local! {
     static COMMON: Cell<Option<Box<SharedBuffers>>> = const { Cell::new(None) };
 }
 
-/// A call within `f` gets a value of its own.
+/// Lends a thread's kept value; a nested call within `f` gets a separate one.
 fn lend<T: Default, R>(
     kept: &'static LocalKey<Cell<Option<Box<T>>>>,
     f: impl FnOnce(&mut T) -> R,
@@ -91,7 +91,7 @@ pub fn with_thread_buffers<R>(f: impl FnOnce(&mut ThreadBuffers) -> R) -> R {
     lend(&OWN, f)
 }
 
-/// Lends the buffers that this thread shares with those that help it.
+/// Lends the buffers that this thread shares with the threads that help it.
 pub fn with_shared_buffers<R>(f: impl FnOnce(&mut SharedBuffers) -> R) -> R {
     lend(&COMMON, f)
 }

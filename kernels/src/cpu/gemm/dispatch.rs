@@ -1,4 +1,4 @@
-//! From storage types and an instruction set to a micro-kernel.
+//! Selects a micro-kernel by storage types and instruction set.
 
 use candle_core::DType;
 use half::{bf16, f16};
@@ -10,10 +10,10 @@ use super::{amx::Amx, amx_split::AmxSplit, avx2::Avx2, avx512::Avx512, avx512bf1
 use crate::tensor::element::Elem;
 use crate::tensor::simd::Isa;
 
-/// What is done once the types are known.
+/// Work that runs once the types are known.
 pub trait WithKernel {
     /// # Safety
-    /// What `self` points to is of the types that [`with_kernel`] was called for.
+    /// `self` points to elements of the types that [`with_kernel`] was called for.
     unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self);
 }
 
@@ -21,7 +21,7 @@ pub trait WithKernel {
 /// f32.
 ///
 /// # Safety
-/// What `what` asks for, and the machine must have the instruction set.
+/// Those of `what`; and the machine must have the instruction set.
 pub unsafe fn with_kernel<E: Elem, C: Elem, W: WithKernel>(isa: Isa, what: W) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -51,7 +51,7 @@ unsafe fn through_f32<E: super::lanes::Lanes, C: Elem<Acc = f32>, W: WithKernel>
     }
 }
 
-/// f32 and f16: as they are, or as sums of bf16.
+/// f32 and f16: directly, or as sums of bf16.
 #[cfg(target_arch = "x86_64")]
 unsafe fn of_parts<E: super::bf16_split::SplitBf16, C: Elem<Acc = f32>, W: WithKernel>(
     isa: Isa,

@@ -1,4 +1,4 @@
-//! The loops around the micro-kernel of one thread: packing, and regions of packed operands.
+//! The loops around the micro-kernel on one thread: packing, and regions of packed operands.
 
 use std::ops::Range;
 
@@ -13,20 +13,20 @@ use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 use crate::tensor::simd::prefetch;
 
-/// How many tiles ahead of its use the memory of sums is fetched.
+/// Prefetch distance for the memory of sums, in tiles.
 const TILES_AHEAD: usize = 2;
 
-/// What sums start from; see [`Start`].
+/// Initial values of sums; see [`Start`].
 #[derive(Clone, Copy)]
 pub enum First {
     Zero,
     Old,
-    /// f32, with zeros up to a multiple of NR.
+    /// f32, padded with zeros to a multiple of NR.
     Bias(*const f32),
 }
 
 impl First {
-    /// With the bias of `n` elements widened into `memory`.
+    /// Converts `start`; widens a bias of `n` elements into `memory`.
     pub fn new<E: Elem<Acc = f32>>(
         start: Start<'_, E>,
         n: usize,
@@ -40,7 +40,7 @@ impl First {
                 let padded = memory.room::<f32>(n.next_multiple_of(nr));
                 let values = bias.iter().map(|&e| e.load()).chain(std::iter::repeat(0.0));
                 for (i, value) in values.take(n.next_multiple_of(nr)).enumerate() {
-                    // SAFETY: there is room for so many.
+                    // SAFETY: there is room for that many.
                     unsafe { padded.add(i).write(value) };
                 }
                 Self::Bias(padded)
@@ -49,18 +49,18 @@ impl First {
     }
 }
 
-/// Where a product goes, and how.
+/// Destination of a product, and its epilogue.
 pub struct Target<C> {
     pub dst: Mat<*mut C>,
     pub first: First,
-    /// Added to the finished sums: a matrix of dst's shape, whose columns are contiguous, and the
-    /// distance of its rows.
+    /// Added to the finished sums: a matrix of dst's shape with contiguous columns, and its row
+    /// stride.
     pub plus: Option<(*const C, usize)>,
     pub scale: f32,
 }
 
-/// Rows and columns of the product that one thread computes at a time, from columns of A's inner
-/// dimension that are packed.
+/// The rows and columns of the product that one thread computes at a time, from packed columns of
+/// A's inner dimension.
 pub struct Region {
     pub rows: Range<usize>,
     pub columns: Range<usize>,
@@ -70,8 +70,8 @@ pub struct Region {
     pub is_last: bool,
 }
 
-/// Where unfinished sums of a region lie: tile (strip, panel) at `at + (strip · panels + panel) ·
-/// MR · NR`.
+/// Unfinished sums of a region: tile (strip, panel) lies at `at + (strip · panels + panel) · MR ·
+/// NR`.
 #[derive(Clone, Copy)]
 pub struct Sums {
     pub at: *mut f32,
@@ -79,23 +79,23 @@ pub struct Sums {
 }
 
 impl Sums {
-    /// A place for one tile after the other.
+    /// Room for one tile, which tiles use one after the other.
     pub fn of_a_tile(at: *mut f32) -> Self {
         Self { at, panels: 0 }
     }
 
-    /// Whether every tile has a place.
+    /// Whether every tile has its own place.
     pub fn of_all(self) -> bool {
         self.panels > 0
     }
 
-    /// Those from a row and a column on, of tiles of mr × nr.
+    /// The sums from a row and a column on, for tiles of mr × nr.
     pub fn from(self, (row, column): (usize, usize), (mr, nr): (usize, usize)) -> Self {
         Self { at: self.at.wrapping_add(row * self.panels * nr + column * mr), ..self }
     }
 }
 
-/// Which tiles of a region come one after the other: those of a strip, or those of a panel.
+/// The order of a region's tiles: strip by strip, or panel by panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     ByStrips,
@@ -106,19 +106,19 @@ pub enum Order {
 #[derive(Clone, Copy)]
 pub struct Panels<P> {
     pub at: *const P,
-    /// Elements of a panel.
+    /// Elements per panel.
     pub len: usize,
-    /// How many of them there is room for.
+    /// Number of panels that there is room for.
     pub turns: Turns,
 }
 
-/// Places that strips, or panels, take in turn: one more than these bits, a power of two, or as
-/// many as there are.
+/// Number of places that strips, or panels, use in turn, stored as a mask: the number is a power of
+/// two, or there is a place for each.
 #[derive(Clone, Copy)]
 pub struct Turns(usize);
 
 impl Turns {
-    /// A place for each.
+    /// One place for each.
     pub const ALL: Self = Self(usize::MAX);
 
     pub const fn of(places: usize) -> Self {
@@ -126,7 +126,7 @@ impl Turns {
         Self(places - 1)
     }
 
-    /// Where number `i` lies.
+    /// Place of strip or panel `i`.
     #[inline(always)]
     fn place(self, i: usize) -> usize {
         i & self.0
@@ -134,7 +134,7 @@ impl Turns {
 }
 
 impl<P> Panels<P> {
-    /// Panels of `len` elements one behind the other.
+    /// Panels of `len` elements, one directly after the other.
     pub fn whole(at: *const P, len: usize) -> Self {
         Self { at, len, turns: Turns::ALL }
     }
@@ -142,17 +142,17 @@ impl<P> Panels<P> {
 
 /// The strips of a region.
 pub struct Strips<E, P> {
-    /// A, where the kernel reads whole strips there.
+    /// A, if the kernel reads whole strips there.
     rows: Option<(*const E, usize)>,
     packed: *const P,
     turns: Turns,
-    /// Where the first strip of what comes next lies in A.
+    /// Address in A of the next region's first strip.
     following: *const E,
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
-    /// Packs what `K` does not read in `a` itself: nothing but rows that make no whole strip, or
-    /// all.
+    /// Packs the strips that `K` does not read in `a` directly: only the remaining rows that make
+    /// no whole strip, or all strips.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for those strips.
@@ -171,12 +171,13 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         Self { rows: in_place.then_some((a.0, a.1)), packed: to, turns, following }
     }
 
-    /// Strips that are packed elsewhere.
+    /// Strips that were packed elsewhere.
     pub fn packed(packed: *const P, turns: Turns) -> Self {
         Self { rows: None, packed, turns, following: std::ptr::null() }
     }
 
-    /// Strip number `s` of `mr` rows, of which the product has `rows`.
+    /// Strip `s`, of the `mr` rows per strip; `rows` is the number of its rows that the product
+    /// has.
     #[inline(always)]
     fn strip(&self, s: usize, rows: usize, mr: usize, k: usize) -> Strip<E, P> {
         match self.rows {
@@ -185,14 +186,14 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
         }
     }
 
-    /// The lines of a row of `k` elements, and how many of them are fetched while one of `panels`
-    /// panels is used: all of them while all are, where there are panels enough.
+    /// Number of cache lines in a row of `k` elements, and number of lines to prefetch per panel:
+    /// with enough panels, all lines are prefetched while one strip goes over `panels` panels.
     fn lines(k: usize, panels: usize) -> (usize, usize) {
         let lines = (k * size_of::<E>()).div_ceil(LINE).max(1);
         (lines, lines.div_ceil(panels.max(1)).min(2))
     }
 
-    /// What of the strip after `strip` is fetched while panel `p` is used.
+    /// The part of the strip after `strip` to prefetch while panel `p` is used.
     #[inline(always)]
     fn ahead(
         &self,
@@ -209,7 +210,7 @@ impl<E: Elem<Acc = f32>, P: Copy> Strips<E, P> {
     }
 }
 
-/// Packs `columns` columns of `k` rows of `b` into panels one behind the other.
+/// Packs `columns` columns of `k` rows of `b` into panels, one directly after the other.
 ///
 /// # Safety
 /// As [`Kernel::pack_b`].
@@ -223,8 +224,8 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
     let step = K::NR * if b.2 == 1 { TOGETHER } else { 1 };
     let piece = |i: usize, c: usize| {
         if b.2 != 1 {
-            // Lines of as many columns are more than hardware follows; those of the next panel come
-            // while this one is packed.
+            // Hardware prefetchers cannot follow this many columns. So the lines of the next panel
+            // are prefetched while this one is packed.
             for next in c + step..(c + 2 * step).min(columns) {
                 (0..PIECE * size_of::<E>())
                     .step_by(LINE)
@@ -239,7 +240,7 @@ pub unsafe fn pack_panels<E: Elem<Acc = f32>, K: Kernel<E>>(
     pieces((columns, step), k, b.2 == 1, piece);
 }
 
-/// Packs `rows` rows of `k` columns of `a` into strips one behind the other.
+/// Packs `rows` rows of `k` columns of `a` into strips, one directly after the other.
 ///
 /// # Safety
 /// As [`Kernel::pack_a`].
@@ -260,7 +261,7 @@ pub unsafe fn pack_strips<E: Elem<Acc = f32>, K: Kernel<E>>(
     pieces((rows, step), k, a.1 == 1, piece);
 }
 
-/// Calls `piece` for all pieces, in the order in which memory is read along its lines.
+/// Calls `piece` for all pieces, in the order that reads memory along its lines.
 #[inline(always)]
 fn pieces(
     (width, step): (usize, usize),
@@ -279,9 +280,9 @@ fn pieces(
     }
 }
 
-/// Multiplies strips with panels, packs `beside` that what is to be, and finishes what is complete.
-/// Before each strip, or panel, `keep` is told the rows, or columns, that are left, and says where
-/// those end that are to be computed.
+/// Multiplies strips by panels, does the work of `packing` meanwhile, and finishes complete sums.
+/// Before each strip, or panel, calls `keep` with the remaining rows, or columns. `keep` returns
+/// the end of the part that is still to be computed.
 ///
 /// # Safety
 /// Strips and panels hold the region, or will when they are used; the rest as
@@ -372,14 +373,14 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
             let interleaved = unsafe { packing.tile(o, (i, inner)) };
             let read = strips.ahead(strip, s + 1 == down, K::MR, lines, p);
             let ahead = Ahead { written, added, read };
-            // Whether dst can be read and written as a tile. It is, once each; sums lie elsewhere
-            // in between.
+            // Whether dst can be read and written as a tile. It is read and written once each; in
+            // between, sums lie elsewhere.
             let is_whole = K::leaves_other_rows(rows) && columns == K::NR;
             let (in_place, rounds) = (in_place && is_whole, rounds && is_whole);
             let (to, sums) = (dst_tile(s, p), (sums_tile(s, p), K::NR));
             let tile = (to.cast::<f32>(), row_stride);
             // SAFETY: the caller's promise; sums have MR rows of NR, and so has dst's tile, or the
-            // kernel leaves other rows.
+            // kernel does not touch other rows.
             unsafe {
                 let from = match first {
                     _ if !region.is_first => (sums.0.cast_const(), sums.1),
@@ -420,7 +421,7 @@ pub unsafe fn compute_region<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E
     }
 }
 
-/// Old values of an edge of dst as the start of sums.
+/// Loads old values at an edge of dst as initial sums.
 unsafe fn load<C: Elem<Acc = f32>>(
     from: Mat<*mut C>,
     rows: usize,
@@ -435,7 +436,7 @@ unsafe fn load<C: Elem<Acc = f32>>(
     }
 }
 
-/// As [`Kernel::finish`] for a dst whose columns are apart.
+/// As [`Kernel::finish`], for a dst with strided columns.
 unsafe fn scatter<C: Elem<Acc = f32>>(
     (sums, stride): (*mut f32, usize),
     rows: usize,

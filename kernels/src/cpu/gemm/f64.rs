@@ -1,4 +1,4 @@
-//! Products of f64, which only tests and oracles use, by the `gemm` crate.
+//! Products of f64, by the `gemm` crate. Only tests and reference computations use them.
 
 use ::gemm::Parallelism;
 
@@ -51,7 +51,7 @@ pub unsafe fn gemm(
     }
 }
 
-/// `dst += plus`, whose columns are contiguous and rows `stride` apart.
+/// `dst += plus`; columns of `plus` are contiguous, rows `stride` apart.
 ///
 /// # Safety
 /// As [`super::gemm_plus`].

@@ -1,5 +1,5 @@
-//! What micro-kernels of x86-64 do between their products ([`super::kernel::Interleaved`]): packing
-//! what comes next, or asking for it.
+//! Work that micro-kernels of x86-64 do between their products ([`super::kernel::Interleaved`]):
+//! packing or prefetching data that is needed next.
 
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -11,22 +11,22 @@ use super::lanes::first;
 use crate::tensor::allocator::LINE;
 use crate::tensor::simd::prefetch;
 
-/// How many shares of interleaved packing before its use memory is prefetched.
+/// Prefetch distance of interleaved packing, in shares.
 const SHARES_AHEAD: usize = 2;
 
-/// What a tile does between its shares.
+/// Work of a tile between its shares.
 pub trait Work {
     /// Whether there is nothing to do.
     const IS_NOTHING: bool = false;
 
-    /// A share of it.
+    /// Does a share of the work.
     ///
     /// # Safety
     /// As [`super::kernel::Kernel::tile`].
     #[inline(always)]
     unsafe fn share(&mut self) {}
 
-    /// A step of it, after the products of each word.
+    /// Does a step of the work, after the products of each word.
     ///
     /// # Safety
     /// As [`super::kernel::Kernel::tile`].
@@ -34,14 +34,14 @@ pub trait Work {
     unsafe fn step(&mut self) {}
 }
 
-/// Nothing.
+/// No work.
 pub struct Idle;
 
 impl Work for Idle {
     const IS_NOTHING: bool = true;
 }
 
-/// Rows of memory asked for.
+/// Prefetches rows of memory: so many per share.
 pub struct Fetch(pub Next, pub usize);
 
 impl Work for Fetch {
@@ -53,7 +53,7 @@ impl Work for Fetch {
     }
 }
 
-/// A strip or panel of `R` words on its way from rows of memory.
+/// A strip or panel of `R` words that is being packed from rows of memory.
 struct Packer<E, W, const R: usize> {
     from: *const E,
     row: usize,
@@ -69,7 +69,7 @@ impl<E, W: Word<E>, const R: usize> Packer<E, W, R> {
         Self { from, row, masks, to: to.cast(), word: PhantomData }
     }
 
-    /// Packs the next `R` words, and asks for those `ahead` times as many further.
+    /// Packs the next `R` words, and prefetches the `R` words that follow `ahead` calls later.
     ///
     /// # Safety
     /// As [`super::kernel::Kernel::tile`].
@@ -81,7 +81,7 @@ impl<E, W: Word<E>, const R: usize> Packer<E, W, R> {
             for r in 0..W::ROWS {
                 let ahead = self.from.wrapping_add((ahead * W::ROWS + r) * self.row);
                 (0..R).step_by(line).for_each(|at| prefetch(ahead.wrapping_add(at)));
-                // Strips may begin anywhere in a line.
+                // Strips may begin anywhere in a line, so the last element may be in another.
                 if !R.is_multiple_of(line) {
                     prefetch(ahead.wrapping_add(R - 1));
                 }
@@ -122,14 +122,14 @@ impl<E, W: Word<E>, const R: usize> Work for PackByShares<E, W, R> {
     }
 }
 
-/// How many steps before its use memory is asked for.
+/// Prefetch distance, in steps.
 const STEPS_AHEAD: usize = 24;
 
-/// A strip or panel of `R` words, as long as those that are multiplied, packed word by word.
+/// A strip or panel of `R` words, as long as the ones being multiplied, packed word by word.
 pub struct PackBySteps<E, W, const R: usize>(Packer<E, W, R>);
 
 impl<E, W: Word<E>, const R: usize> PackBySteps<E, W, R> {
-    /// Whether all of `pack` has a step for each of its words beside so many.
+    /// Whether a tile of `words` words has exactly one step for each word of `pack`.
     pub fn fits<P>(pack: &Pack<E, P>, words: usize) -> bool {
         pack.k == words * W::ROWS
     }

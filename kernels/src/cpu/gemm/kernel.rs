@@ -1,5 +1,5 @@
-//! What an instruction set brings: a micro-kernel, and the panels it reads.
-// only micro-kernels of x86-64 prefetch, or do interleaved work
+//! The interface of an instruction set to products: a micro-kernel, and the panels it reads.
+// Only micro-kernels of x86-64 prefetch or do interleaved work.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 use super::Mat;
@@ -7,80 +7,80 @@ use super::Mat;
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 
-/// Inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time, at most; panels
-/// are made of pieces of it.
+/// Largest inner dimension that [`Kernel::pack_a`] and [`Kernel::pack_b`] take at a time. Panels
+/// consist of pieces of this length.
 pub const PIECE: usize = 32;
 
-/// Tasks that read A where it lies, through the cache that panels and unfinished sums are in, too.
+/// Limits of tasks that read A unpacked. A then passes through the cache that also holds panels and
+/// unfinished sums.
 #[derive(Clone, Copy, Debug)]
 pub struct InPlace {
-    /// Whether panels are packed ahead of their use, where that [pays](super::lookahead::pays);
-    /// else before it, by the task that uses them.
+    /// Whether panels are packed ahead of their use, where that [pays](super::lookahead::pays).
+    /// Otherwise the task that uses them packs them before.
     pub packs_ahead: bool,
-    /// Most unfinished sums of a task.
+    /// Largest number of unfinished sums per task.
     pub sums: usize,
 }
 
 impl InPlace {
-    /// Beside a second-level cache of 1 MiB. (With twice as many sums, input gradients of 2048
-    /// rows lose 0.5 to 1% on Zen 4.)
+    /// For an L2 of 1 MiB. (With twice as many sums, input gradients of 2048 rows lose 0.5 to 1% on
+    /// Zen 4.)
     pub const AHEAD: Self = Self { packs_ahead: true, sums: 128 << 10 };
-    /// Beside one of 2 MiB, of Intel's cores. Panels packed ahead are fewer at a time, and A is
-    /// read once for each few: that, and packing between tiles, costs forward products there 3 to
-    /// 5%. Fewer sums are of fewer rows than a thread has, for each of which all panels are packed
-    /// again: 2 to 4% of long inner dimensions (commit 3496bfc).
+    /// For the L2 of 2 MiB of Intel's cores. Packing ahead costs forward products 3 to 5% there:
+    /// fewer panels exist at a time, so A is read more often, and packing runs between tiles. Fewer
+    /// sums cost long inner dimensions 2 to 4%: tasks then have fewer rows than a thread's share,
+    /// and each task packs all panels again (commit 3496bfc).
     pub const ALONE: Self = Self { packs_ahead: false, sums: 400 << 10 };
 }
 
-/// Sizes of blocks, after the levels of cache that hold them.
+/// Sizes of blocks, chosen by the cache level that holds them.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocking {
     /// Inner dimension of a block, a multiple of [`PIECE`].
     pub kc: usize,
-    /// The longest inner dimension, a multiple of [`PIECE`] and at least `kc`, that is one block:
-    /// then no sums are put aside, which pays for operands that are a little too large for their
+    /// The longest inner dimension, a multiple of [`PIECE`] and at least `kc`, that is one block.
+    /// Then no sums are put aside, which pays for operands that are a little too large for their
     /// caches.
     pub once: usize,
-    /// Most rows of a task: its A (mc × kc) is to stay in L2.
+    /// Most rows of a task: its A (mc × kc) must stay in L2.
     pub mc: usize,
-    /// Most columns of a task: its B (kc × nc) is to stay in L2.
+    /// Most columns of a task: its B (kc × nc) must stay in L2.
     pub nc: usize,
-    /// As `nc`, of tasks whose thread packs its panels by itself; half as much again as L2 holds
-    /// did no harm where kernels have what they need next fetched.
+    /// As `nc`, for tasks that pack their own panels. Half as much again as L2 holds did no harm
+    /// with kernels that prefetch.
     pub nc_alone: usize,
-    /// Whether panels are packed by tasks themselves, too, where one block is the whole inner
-    /// dimension or A is read in place, so that a panel is in the caches of the thread that uses
-    /// it.
+    /// Whether tasks may pack panels themselves also if the whole inner dimension is one block, or
+    /// A is read in place. A panel is then in the caches of the thread that uses it.
     pub panels_alone: bool,
     pub in_place: InPlace,
-    /// Bytes of B that stay in L2 while strips go by: a task may have more than nc columns if those
-    /// of the whole inner dimension take no more.
+    /// Bytes of B that stay in L2 while strips pass through. A task may have more than nc columns
+    /// if its columns over the whole inner dimension take no more.
     pub whole: usize,
     /// Floating-point operations below which a second thread costs more than it saves.
     pub alone: usize,
 }
 
-/// Where a micro-kernel finds a strip of A.
+/// Location of a strip of A for a micro-kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum Strip<E, P> {
     /// Packed.
     Packed(*const P),
-    /// In A itself, with the distance of its rows; see [`Kernel::reads_rows`].
+    /// In A itself, with the row stride; see [`Kernel::reads_rows`].
     Rows(*const E, usize),
 }
 
-/// Where [`Kernel::tile`] writes a tile.
+/// Destination of [`Kernel::tile`].
 #[derive(Clone, Copy, Debug)]
 pub enum To<E> {
-    /// The sums themselves, and the distance of their rows.
+    /// The sums themselves, and their row stride.
     Sums(*mut f32, usize),
-    /// All NR columns, rounded once, and the distance of their rows; before that `add` is added,
-    /// unless that is null. For a kernel that [`Kernel::ROUNDS`].
+    /// All NR columns, rounded once, and their row stride. `add`, unless null, is added before
+    /// rounding. Only for a kernel that [`Kernel::ROUNDS`].
     Rounded { to: *mut E, stride: usize, add: *const E, add_stride: usize },
 }
 
 impl<E> To<E> {
-    /// Has the lines of row `r` of so many columns, at most two, fetched to be written.
+    /// Prefetches the lines of row `r` for writing: at most two, for `columns` columns.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub fn ask_for_row(self, r: usize, columns: usize) {
@@ -92,10 +92,10 @@ impl<E> To<E> {
                 (to.wrapping_add(r * stride).cast::<u8>(), columns * size_of::<E>())
             }
         };
-        // `_mm_prefetch` asks to write only where the compiler is told that every machine can.
+        // `_mm_prefetch` can prefetch for writing only if the compiler's target always supports it.
         let ask = |line: *mut u8| {
-            // SAFETY: it is no access, and machines that cannot ask to write, none of which has
-            // AVX-512, do nothing.
+            // SAFETY: a prefetch is no access. Machines without the instruction ignore it; none of
+            // them has AVX-512.
             unsafe {
                 std::arch::asm!("prefetchw [{}]", in(reg) line, options(nostack, preserves_flags, readonly))
             };
@@ -106,7 +106,7 @@ impl<E> To<E> {
         }
     }
 
-    /// For a kernel that writes nothing but sums.
+    /// The destination, for a kernel that writes only sums.
     #[inline(always)]
     pub fn sums(self) -> (*mut f32, usize) {
         match self {
@@ -116,7 +116,7 @@ impl<E> To<E> {
     }
 }
 
-/// How a kernel computes products of few rows whose columns lie in memory one behind the other
+/// How a kernel computes products of few rows, if the columns are contiguous in memory
 /// ([`super::skinny`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Skinny {
@@ -127,60 +127,60 @@ pub enum Skinny {
     ByPieces,
 }
 
-/// Memory that will be needed soon, so that a kernel can have it fetched while it computes.
+/// Memory that will be needed soon, for the kernel to prefetch while it computes.
 #[derive(Clone, Copy, Debug)]
 pub struct Ahead {
     /// Where sums will be written.
     pub written: Next,
-    /// What will be added to sums, where [`Kernel::ASKS_FOR_ADDED`].
+    /// Memory that will be added to sums, if [`Kernel::ASKS_FOR_ADDED`].
     pub added: Next,
-    /// What strips will be read from, where kernels read rows of A.
+    /// Memory that strips will be read from, if kernels read rows of A.
     pub read: Next,
 }
 
-/// What [`Kernel::tile`] does while it computes, where [`Kernel::INTERLEAVES`].
+/// Work that [`Kernel::tile`] does while it computes, if [`Kernel::INTERLEAVES`].
 #[derive(Clone, Copy, Debug)]
 pub enum Interleaved<E, P> {
     Pack(Pack<E, P>),
-    /// Asks for memory that will be packed, so many rows in each of MR shares of the tile; for
+    /// Prefetches memory that will be packed: so many rows in each of MR shares of the tile. For
     /// strips that are not packed.
     Fetch(Next, usize),
 }
 
-/// Packing of a part of a strip or a panel that lies as [`Kernel::can_overlap`] says; for packed
-/// strips.
+/// Packing of a part of a strip or a panel. The part is laid out as [`Kernel::can_overlap`]
+/// requires. For packed strips.
 #[derive(Clone, Copy, Debug)]
 pub struct Pack<E, P> {
     /// Rows of A, or columns of B as rows, along the inner dimension.
     pub from: Mat<*const E>,
-    /// How many rows: MR of a strip, NR of a panel, or less, which is padded with zeros.
+    /// Number of rows: MR for a strip, NR for a panel; fewer are padded with zeros.
     pub width: usize,
-    /// How long they are, a multiple of KQ.
+    /// Length of the rows, a multiple of KQ.
     pub k: usize,
-    /// The first element of what is packed after it, which is asked for.
+    /// The first element of the part that is packed next; it is prefetched.
     pub following: *const E,
-    /// Where they go, in a strip or a panel.
+    /// Destination in a strip or a panel.
     pub to: *mut P,
     pub is_panel: bool,
 }
 
-/// MR rows of at most two lines. Only addresses; need not be memory at all.
+/// MR rows of at most two lines. Only addresses: they need not be valid memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Next {
     pub at: *const u8,
-    /// Distance of the rows in bytes.
+    /// Stride of the rows in bytes.
     pub row: usize,
     /// Distance of a row's second line in bytes, or 0 if it has only one.
     pub second: usize,
 }
 
 impl Next {
-    /// Nothing in particular.
+    /// A placeholder without effect.
     pub fn nothing(at: *const u8) -> Self {
         Self { at, row: 0, second: 0 }
     }
 
-    /// The lines of a row; turns to the next row.
+    /// The lines of a row; advances to the next row.
     #[inline(always)]
     pub fn lines(&mut self) -> [*const i8; 2] {
         let first = self.at.cast::<i8>();
@@ -189,7 +189,7 @@ impl Next {
     }
 }
 
-/// The strip of a kernel that reads no other than packed ones.
+/// The strip, for a kernel that reads only packed ones.
 #[inline(always)]
 pub fn packed<E, P>(strip: Strip<E, P>) -> *const P {
     match strip {
@@ -198,20 +198,20 @@ pub fn packed<E, P>(strip: Strip<E, P>) -> *const P {
     }
 }
 
-/// A micro-kernel for tiles of C of MR × NR, of operands stored as `E`, with sums in f32.
+/// A micro-kernel for tiles of C of MR × NR, with operands stored as `E` and sums in f32.
 ///
-/// A *strip* of A holds MR rows, a *panel* of B NR columns, padded with zeros up to those and,
-/// along the inner dimension, to a multiple of KQ. How elements lie within a piece is the kernel's
-/// business; pieces lie one behind the other.
+/// A *strip* of A holds MR rows, a *panel* of B NR columns. Both are padded with zeros to this
+/// width and, along the inner dimension, to a multiple of KQ. The kernel chooses the layout within
+/// a piece; pieces are contiguous.
 pub trait Kernel<E: Elem<Acc = f32>> {
-    /// What panels are made of.
+    /// Element type of strips and panels.
     type Packed: Copy;
     const MR: usize;
     const NR: usize;
     const KQ: usize;
 
-    /// Sizes of blocks. Where they differ between machines of one instruction set, no sum depends
-    /// on them: each goes on where it was put aside.
+    /// Sizes of blocks. They may differ between machines of one instruction set without changing
+    /// any sum: each sum continues where it was put aside.
     fn blocking() -> Blocking;
 
     /// Packs `rows` ≤ MR rows of `k` ≤ [`PIECE`] columns into a piece of a strip.
@@ -227,7 +227,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// As [`Kernel::pack_a`], with NR.
     unsafe fn pack_b(b: Mat<*const E>, columns: usize, k: usize, to: *mut Self::Packed);
 
-    /// As [`Kernel::pack_a`], of any number of rows, whose strips are `stride` elements apart.
+    /// As [`Kernel::pack_a`], for any number of rows; strips are `stride` elements apart.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for every strip.
@@ -244,7 +244,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         }
     }
 
-    /// As [`Kernel::pack_strips`], of columns and panels.
+    /// As [`Kernel::pack_strips`], for columns and panels.
     ///
     /// # Safety
     /// As [`Kernel::pack_b`], for every panel.
@@ -261,25 +261,25 @@ pub trait Kernel<E: Elem<Acc = f32>> {
         }
     }
 
-    /// Whether [`Kernel::tile`] can, and should, read whole strips of this A where it lies; `k` is
-    /// a multiple of KQ.
+    /// Whether [`Kernel::tile`] can and should read whole strips of this A unpacked; `k` is a
+    /// multiple of KQ.
     fn reads_rows(_: Mat<*const E>) -> bool {
         false
     }
 
-    /// Whether [`Kernel::tile`] asks for [`Ahead::added`], between its products: asked for all at
-    /// once, some thirty lines hold the products up.
+    /// Whether [`Kernel::tile`] prefetches [`Ahead::added`] between its products. Prefetching all
+    /// of it at once, some thirty lines, would delay the products.
     const ASKS_FOR_ADDED: bool = false;
 
     /// Whether [`Kernel::tile`] does interleaved work.
     const INTERLEAVES: bool = false;
 
-    /// Whether, where it does such work, it packs these rows of A, or columns of B as rows.
+    /// Whether such interleaved work can pack these rows of A, or columns of B as rows.
     fn can_overlap(_: Mat<*const E>) -> bool {
         false
     }
 
-    /// Whether [`Kernel::tile`] writes rounded elements, too: out of registers, which saves writing
+    /// Whether [`Kernel::tile`] can also write rounded elements from registers, which saves writing
     /// sums and reading them again.
     const ROUNDS: bool = false;
 
@@ -289,7 +289,7 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     ///
     /// # Safety
     /// The machine has the instruction set, the thread is within [`Kernel::enter`], and the memory
-    /// is as said.
+    /// is as described.
     unsafe fn tile(
         rows: usize,
         k: usize,
@@ -304,11 +304,11 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// Whether [`Kernel::tile`] reads and writes no row from `rows` on.
     fn leaves_other_rows(rows: usize) -> bool;
 
-    /// `to [rows, columns] = scale · sums` (row stride NR), plus `add` unless that is null, which
-    /// may be `to` itself; columns of both are contiguous.
+    /// `to [rows, columns] = scale · sums` (row stride NR), plus `add` unless that is null; `add`
+    /// may be `to` itself. Columns of both are contiguous.
     ///
     /// # Safety
-    /// The machine has the instruction set, and the memory is as said.
+    /// The machine has the instruction set, and the memory is as described.
     unsafe fn finish<C: Elem<Acc = f32>>(
         sums: *const f32,
         rows: usize,
@@ -321,8 +321,8 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     /// How products of few rows are computed.
     const THIN: Skinny = Skinny::AsOthers;
 
-    /// Writes `k` ≤ [`PIECE`] elements of a row of A as [`Kernel::skinny`] reads them, with zeros
-    /// up to a multiple of KQ.
+    /// Writes `k` ≤ [`PIECE`] elements of a row of A in the layout that [`Kernel::skinny`] reads,
+    /// padded with zeros to a multiple of KQ.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`], for one row.
@@ -331,12 +331,12 @@ pub trait Kernel<E: Elem<Acc = f32>> {
     }
 
     /// `sums [rows, columns] += rows · columns` for up to [`ROWS`](super::skinny::ROWS) rows and NR
-    /// columns of `k` elements each, both where they lie, with terms in the order of
-    /// [`Kernel::tile`]: rows as [`Kernel::pack_row`] writes them, `a.1` packed elements apart, and
-    /// columns `b.1` elements apart. Rows of `sums` are NR apart.
+    /// columns of `k` elements each, with terms in the order of [`Kernel::tile`]. Rows are in the
+    /// layout of [`Kernel::pack_row`], `a.1` packed elements apart; columns are unpacked, `b.1`
+    /// elements apart. Rows of `sums` are NR apart.
     ///
     /// # Safety
-    /// The machine has the instruction set, and the memory is as said.
+    /// The machine has the instruction set, and the memory is as described.
     unsafe fn skinny(
         _rows: usize,
         _columns: usize,

@@ -89,7 +89,7 @@ impl Lanes for f16 {
     }
 }
 
-/// The lowest `n` of sixteen lanes; all if there are more.
+/// Mask of the lowest `n` of sixteen lanes; all if there are more.
 #[inline(always)]
 pub fn first(n: usize) -> u16 {
     if n >= 16 { u16::MAX } else { (1 << n) - 1 }
@@ -99,7 +99,7 @@ pub fn first(n: usize) -> u16 {
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    // Pairs of 32 bits, then of 64 bits, within quarters of registers; then the quarters
+    // First pairs of 32 bits, then of 64 bits, within quarters of registers; then the quarters
     // themselves.
     let mut t = r;
     for i in 0..8 {
@@ -132,9 +132,9 @@ pub fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
     out
 }
 
-/// Register i of the result holds 32 bits from byte 4·i of each of `rows` ≤ 16 rows that lie `row`
-/// bytes apart, and 0 for missing rows. Loads put quarters of registers where they belong, so that
-/// half of the shuffles of [`transpose`] do.
+/// Register i of the result holds the 32 bits at byte 4·i of each of `rows` ≤ 16 rows, which lie
+/// `row` bytes apart, and 0 for missing rows. The loads already put quarters of registers into
+/// place, which saves half of the shuffles of [`transpose`].
 ///
 /// # Safety
 /// The machine has AVX-512; 64 bytes of every row can be read.

@@ -1,13 +1,12 @@
-//! How a micro-kernel finds its rows of A.
+//! How a micro-kernel addresses its rows of A.
 
 use super::Mat;
 
-/// What rows are made of: packed words, or rows in A. A word is what a column of B is multiplied
-/// with.
+/// The layout of rows: packed words, or rows in A. A word is the factor of one column of B.
 pub trait Layout: Copy {
-    /// Row `r` of the present word.
+    /// Address of row `r` at the current word.
     fn row(self, r: usize) -> *const f32;
-    /// At the words behind these.
+    /// The layout advanced to the next word.
     fn next(self) -> Self;
 }
 
@@ -15,7 +14,7 @@ pub trait Layout: Copy {
 #[derive(Clone, Copy)]
 pub struct Packed<const MR: usize>(pub *const f32);
 
-/// Rows of A where they lie, and their distance in bytes.
+/// Unpacked rows of A, and their stride in bytes.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 pub struct Rows(pub *const f32, pub usize);
@@ -58,7 +57,7 @@ impl Layout for Mat<*const f32> {
     }
 }
 
-/// Calls `$tile::<ROWS, $types>` for `$rows` rows, of six at most.
+/// Calls `$tile::<ROWS, $types>` for `$rows` rows, at most six.
 macro_rules! of_six {
     ($rows:expr, $tile:ident, ($($types:ty),+), $args:tt) => {
         match $rows {

@@ -1,8 +1,9 @@
-//! Panels packed ahead: while a task multiplies strips of A, read where they lie, with a few panels
-//! of B, the next few are packed, a piece before every so many tiles, out of memory that the tiles
-//! before it have asked for. That pays where packing waits for memory: where panels are columns
-//! that have to be turned, so that a piece is lines of many rows, and above all where B is too
-//! large for the caches.
+//! Packs panels ahead. While a task multiplies unpacked strips of A by a few panels of B, it packs
+//! the next few panels: one piece every few tiles, from memory that earlier tiles have prefetched.
+//!
+//! This pays where packing waits for memory. One case is panels of columns that have to be
+//! transposed, because a piece then touches lines of many rows. The main case is a B too large for
+//! the caches.
 
 use std::ops::Range;
 
@@ -14,18 +15,18 @@ use super::plan::Blocks;
 use crate::tensor::allocator::LINE;
 use crate::tensor::element::Elem;
 
-/// Bytes of a B that is not in the caches when its product begins. Of smaller ones in 16 bits,
-/// whose pieces are half as many lines, packing ahead costs more than it saves (1 to 2% of a
-/// product of 2048 rows), since A is read once for every step.
+/// Size in bytes from which B is not in the caches when its product begins. For a smaller B in 16
+/// bits, packing ahead costs more than it saves (1 to 2% of a product of 2048 rows): its pieces
+/// touch half as many lines, and A is read once for every step.
 const FAR: usize = 4 << 20;
-/// Rows, at most, of a product in 16 bits that is over so soon that waiting for B, which other
-/// products have driven out of the nearest caches, is a good part of it (on Zen 4 a pipeline's
-/// microbatches of 512 rows gain 1% of a step; with 1024 it depends on the shape). Products of less
-/// than a strip, as when text is continued, were not measured.
+/// Most rows of a short product in 16 bits. Waiting for B, which other products have evicted from
+/// the nearest caches, is a good part of its time. (On Zen 4 a pipeline's microbatches of 512 rows
+/// gain 1% of a step; with 1024 it depends on the shape.) Products of less than a strip, as in text
+/// generation, were not measured.
 const FEW_ROWS: usize = 512;
 
-/// Whether panels of B, of so many elements, are better packed ahead than before their task, in a
-/// product of so many rows.
+/// Whether it is better to pack panels of B ahead than before their task, for a B of `elements`
+/// elements and a product of `rows` rows.
 pub fn pays<E: Elem<Acc = f32>, K: Kernel<E>>(
     b: Mat<*const E>,
     elements: usize,
@@ -42,8 +43,8 @@ pub struct Step {
     pub block: usize,
 }
 
-/// The steps of a task of these `columns`: of a first panel and then of `group` panels of `nr`
-/// columns each, at most, all blocks. So only one panel is packed before any product is computed.
+/// The steps of a task of these `columns`, for all blocks: first one panel, then up to `group`
+/// panels of `nr` columns each. So only one panel is packed before the first product.
 pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) -> Vec<Step> {
     let first = columns.len().min(nr);
     let rest = (columns.len() - first).div_ceil(nr);
@@ -59,7 +60,7 @@ pub fn steps(columns: &Range<usize>, nr: usize, group: usize, blocks: Blocks) ->
         .collect()
 }
 
-/// The panels of a step that are packed while another one is computed.
+/// The panels of a step, packed while another step is computed.
 pub struct NextPanels<E, K: Kernel<E>>
 where
     E: Elem<Acc = f32>,
@@ -69,17 +70,17 @@ where
     columns: usize,
     k: usize,
     to: *mut K::Packed,
-    /// Pieces that are packed, of those that there are.
+    /// Pieces that are packed, and their total.
     packed: usize,
     pieces: usize,
-    /// Tiles that were computed since a piece was packed, and of those that there will be in all.
+    /// Tiles computed since the last piece was packed, tiles computed so far, and their total.
     since: usize,
     computed: usize,
     tiles: usize,
 }
 
 impl<E: Elem<Acc = f32>, K: Kernel<E>> NextPanels<E, K> {
-    /// `columns` columns of `k` rows of `b`, while `tiles` tiles are computed.
+    /// `columns` columns of `k` rows of `b`, to be packed while `tiles` tiles are computed.
     pub fn new(
         b: Mat<*const E>,
         columns: usize,
@@ -114,7 +115,7 @@ impl<E: Elem<Acc = f32>, K: Kernel<E>> NextPanels<E, K> {
         unsafe { K::pack_b(self.b.at(i, p * K::NR), columns, PIECE.min(self.k - i), to) }
     }
 
-    /// What of the next piece a tile of MR shares asks for, and how many of its columns in a share.
+    /// The part of the next piece that a tile of MR shares prefetches, and the columns per share.
     fn ahead(&self) -> Option<Interleaved<E, K::Packed>> {
         if self.packed == self.pieces {
             return None;

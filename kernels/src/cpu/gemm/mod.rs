@@ -1,4 +1,4 @@
-//! Matrix multiplication of our own, blocked as in Goto and van de Geijn 2008 (*Anatomy of
+//! Our own matrix multiplication, blocked as in Goto and van de Geijn 2008 (*Anatomy of
 //! high-performance matrix multiplication*) with micro-kernels per instruction set as in BLIS (Van
 //! Zee and van de Geijn 2015).
 //!
@@ -7,9 +7,9 @@
 //!
 //! An element's terms are summed in the same order wherever it lies: blocks of the inner dimension
 //! depend on its length alone. So results depend neither on the number of threads nor on how rows
-//! or columns were cut into several products. bf16 × bf16 on AVX-512 BF16 and AMX takes subnormal
-//! numbers for 0, in operands and sums, as the instructions do. On AMX f32 and f16 are multiplied
-//! as sums of bf16 (`amx_split`), as exactly as by FMA but for the smallest numbers.
+//! or columns are split into several products. bf16 × bf16 on AVX-512 BF16 and AMX treats subnormal
+//! numbers as 0, in operands and sums, as the instructions do. On AMX, f32 and f16 are multiplied
+//! as sums of bf16 (`amx_split`), as exactly as by FMA except for the smallest numbers.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -74,32 +74,32 @@ impl<T> Mat<*const T> {
         Self(self.0, self.2, self.1)
     }
 
-    /// The matrix whose element (0, 0) is this one's (`row`, `column`); need not be one that may be
-    /// read.
+    /// The matrix that begins at element (`row`, `column`) of this one. The element need not be
+    /// readable.
     fn at(self, row: usize, column: usize) -> Self {
         Self(self.0.wrapping_add(row * self.1 + column * self.2), self.1, self.2)
     }
 }
 
-/// What a product is added to.
+/// The initial value of a product's sums.
 #[derive(Clone, Copy, Debug)]
 pub enum Start<'a, E> {
     /// Nothing: the destination is overwritten, whatever it holds.
     Zero,
     /// The destination's old values.
     Old,
-    /// This row, of as many elements as the destination has columns; the scale must be 1.
+    /// This row, with as many elements as the destination has columns; the scale must be 1.
     Bias(&'a [E]),
 }
 
 impl<'a, E> Start<'a, E> {
-    /// The same elements under another name of their type; only the number of elements is kept for
-    /// a type of another size.
+    /// Reinterprets the element type. Only the number of elements is kept, even for a type of
+    /// another size.
     fn cast<U>(self) -> Start<'a, U> {
         match self {
             Self::Zero => Start::Zero,
             Self::Old => Start::Old,
-            // SAFETY: callers name the elements' own type again before they read them.
+            // SAFETY: callers cast back to the elements' own type before they read them.
             Self::Bias(bias) => {
                 Start::Bias(unsafe { std::slice::from_raw_parts(bias.as_ptr().cast(), bias.len()) })
             }
@@ -107,14 +107,14 @@ impl<'a, E> Start<'a, E> {
     }
 }
 
-/// Whether to accumulate.
+/// `true` accumulates.
 impl<E> From<bool> for Start<'_, E> {
     fn from(accumulate: bool) -> Self {
         if accumulate { Self::Old } else { Self::Zero }
     }
 }
 
-/// All threads of the current pool, or none besides the caller.
+/// All threads of the current pool, or only the caller.
 pub fn all_threads() -> Parallelism {
     match parallel::threads() {
         1 => Parallelism::None,
@@ -122,11 +122,11 @@ pub fn all_threads() -> Parallelism {
     }
 }
 
-/// `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start` says.
+/// `dst [m, n] = scale · a [m, k] · b [k, n]`, plus `start`.
 ///
 /// # Safety
 /// Every element of the three matrices must lie in memory that may be read (`a`, `b`) or written
-/// (`dst`) for the call, `dst` apart from the others.
+/// (`dst`) during the call; `dst` must not overlap the others.
 pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     shape: (usize, usize, usize),
     dst: Mat<*mut C>,
@@ -136,12 +136,12 @@ pub unsafe fn gemm<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     scale: E::Acc,
     threads: Parallelism,
 ) {
-    // SAFETY: the caller's promise; the machine has what was detected.
+    // SAFETY: the caller's promise; the machine has the detected instruction set.
     unsafe { gemm_on(Isa::detected(), shape, dst, start.into(), None, a, b, scale, threads) }
 }
 
 /// As [`gemm`] with a scale of 1, plus a matrix of `dst`'s shape with contiguous columns and the
-/// given distance of its rows: rounded once, with the product.
+/// given row stride. Product and addition are rounded once.
 ///
 /// # Safety
 /// As [`gemm`], also for `plus`.
@@ -154,7 +154,7 @@ pub unsafe fn gemm_plus<'a, E: Elem, C: Elem<Acc = E::Acc>>(
     b: Mat<*const E>,
     threads: Parallelism,
 ) {
-    // SAFETY: the caller's promise; the machine has what was detected.
+    // SAFETY: the caller's promise; the machine has the detected instruction set.
     unsafe {
         gemm_on(Isa::detected(), shape, dst, start.into(), Some(plus), a, b, E::Acc::ONE, threads)
     }
@@ -200,13 +200,13 @@ unsafe fn gemm_on<E: Elem, C: Elem<Acc = E::Acc>>(
     unsafe { dispatch::with_kernel::<E, C, _>(isa, call.cast::<u8, u8>()) }
 }
 
-/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]` plus what `start`
-/// and `plus` say, for `shape` (m, n, k).
+/// A product of at least one element: `dst [m, n] = scale · a [m, k] · b [k, n]`, plus `start` and
+/// `plus`, for `shape` (m, n, k).
 pub struct Call<'a, E, C> {
     pub shape: (usize, usize, usize),
     pub dst: Mat<*mut C>,
     pub start: Start<'a, E>,
-    /// A matrix of dst's shape, whose columns are contiguous, and the distance of its rows.
+    /// A matrix of dst's shape with contiguous columns, and its row stride.
     pub plus: Option<(*const C, usize)>,
     pub a: Mat<*const E>,
     pub b: Mat<*const E>,
@@ -215,7 +215,7 @@ pub struct Call<'a, E, C> {
 }
 
 impl<'a, E, C> Call<'a, E, C> {
-    /// The same under other names of the types ([`Start::cast`]).
+    /// The same call with reinterpreted types ([`Start::cast`]).
     fn cast<F, D>(self) -> Call<'a, F, D> {
         let Self { shape, dst: Mat(dst, row, column), start, plus, a, b, scale, threads } = self;
         let plus = plus.map(|(at, stride)| (at.cast(), stride));
@@ -234,7 +234,7 @@ impl<'a, E, C> Call<'a, E, C> {
 
 impl WithKernel for Call<'_, u8, u8> {
     unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(self) {
-        // E and C are the types there were.
+        // E and C are the original types.
         let call = self.cast::<E, C>();
         // SAFETY: the caller's promise.
         unsafe {

@@ -1,6 +1,6 @@
-//! Packing beside products, of both operands: while a task multiplies one strip of A with all of
-//! its panels of B, the next strip is packed between the shares of its micro-kernels, a few words
-//! at a time, so that nobody waits for memory; or the other way round.
+//! Packs both operands while products are computed. While a task multiplies one strip of A by all
+//! of its panels of B, it packs the next strip between the shares of the micro-kernel, a few words
+//! at a time. So nothing waits for memory. The roles of strips and panels may be exchanged.
 
 use std::ops::Range;
 
@@ -9,11 +9,11 @@ use super::driver::{Order, Panels, Strips, Turns, pack_panels, pack_strips};
 use super::kernel::{Interleaved, Kernel, Pack};
 use crate::tensor::element::Elem;
 
-/// Strips, or panels, that there is room for of the operand that is packed one by one: the one in
-/// use, and the next.
+/// Slots for strips, or panels, of the operand that is packed one by one: the one in use, and the
+/// next.
 const SLOTS: usize = 2;
 
-/// Whether the kernel packs these operands beside its products.
+/// Whether the kernel can pack these operands between its products.
 pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(
     a: Mat<*const E>,
     b: Mat<*const E>,
@@ -22,14 +22,14 @@ pub fn is_possible<E: Elem<Acc = f32>, K: Kernel<E>>(
     K::INTERLEAVES && K::can_overlap(a) && K::can_overlap(b.t()) && k.is_multiple_of(K::KQ)
 }
 
-/// In which order a task of so many rows and columns takes its tiles: the shorter operand is packed
-/// whole, and kept, while the first strip, or panel, of the longer one is used.
+/// The order of tiles for a task of `rows` × `columns`. The shorter operand is packed as a whole,
+/// while the first strip, or panel, of the longer one is used, and kept.
 pub fn order(rows: usize, columns: usize) -> Order {
     if rows >= columns { Order::ByStrips } else { Order::ByPanels }
 }
 
-/// Elements of the memory for strips, and for panels, of tasks of `rows` × `columns` and blocks of
-/// `k`, computed in an order.
+/// Elements of the memory for strips, and for panels, for tasks of `rows` × `columns` and blocks of
+/// `k`, in the given order.
 pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(
     rows: usize,
     columns: usize,
@@ -48,9 +48,9 @@ pub fn room<E: Elem<Acc = f32>, K: Kernel<E>>(
 struct Side<E, P> {
     /// The block's rows of A, or columns of B as rows.
     from: Mat<*const E>,
-    /// How many.
+    /// Number of these rows.
     width: usize,
-    /// Those of a strip, or a panel.
+    /// Rows per strip, or panel.
     unit: usize,
     packed: *mut P,
     is_panel: bool,
@@ -63,8 +63,8 @@ impl<E, P> Side<E, P> {
         self.width.div_ceil(self.unit)
     }
 
-    /// Packing of the part `inner` of strip or panel `i`, if there is one, into slot `slot` of `k`
-    /// elements a row.
+    /// Packing of part `inner` of strip or panel `i`, if it exists, into slot `slot` of `k`
+    /// elements per row.
     fn part(&self, i: usize, slot: usize, k: usize, inner: Range<usize>) -> Option<Pack<E, P>> {
         let (row, column) =
             if inner.end == k { ((i + 1) * self.unit, 0) } else { (i * self.unit, inner.end) };
@@ -79,13 +79,13 @@ impl<E, P> Side<E, P> {
     }
 }
 
-/// What is packed while a region is computed.
+/// Packing that runs while a region is computed.
 pub trait Overlap<E, P> {
-    /// In which order the region's tiles are taken.
+    /// The order of the region's tiles.
     fn order(&self) -> Order;
 
-    /// Before tile `inner` of `tiles` of strip, or panel, `outer`, in that order: packs what is
-    /// due, and says what the kernel does while it computes the tile.
+    /// Called before tile `inner` of `tiles` of strip, or panel, `outer`, in that order. Packs what
+    /// is due, and returns the work that the kernel does while it computes the tile.
     ///
     /// # Safety
     /// Operands can be read, and their packed form written.
@@ -111,14 +111,14 @@ pub struct OverlapBoth<E, P> {
     panels: Side<E, P>,
     /// Length of the block, a multiple of KQ.
     k: usize,
-    /// Of which the kernel's words consist.
+    /// Granularity of the kernel's words along the inner dimension.
     kq: usize,
     order: Order,
 }
 
 impl<E: Elem<Acc = f32>, P: Copy> OverlapBoth<E, P> {
-    /// Of `rows` rows of A and `columns` columns of B, from the matrices' first elements on; `kept`
-    /// says that the operand that is kept was packed before.
+    /// `rows` rows of A and `columns` columns of B, from the matrices' first elements on. `kept`
+    /// means that the kept operand was packed before.
     pub fn new<K: Kernel<E, Packed = P>>(
         (a, rows): (Mat<*const E>, usize),
         (b, columns): (Mat<*const E>, usize),
@@ -141,7 +141,7 @@ impl<E: Elem<Acc = f32>, P: Copy> OverlapBoth<E, P> {
         }
     }
 
-    /// Packs what the first tile needs.
+    /// Packs the operands of the first tile.
     ///
     /// # Safety
     /// As [`Kernel::pack_a`] and [`Kernel::pack_b`], for all of the block.
@@ -183,7 +183,7 @@ impl<E, P> Overlap<E, P> for OverlapBoth<E, P> {
 }
 
 impl<E, P> OverlapBoth<E, P> {
-    /// What is packed beside tile `inner` of `tiles` of strip, or panel, `outer`.
+    /// The packing to interleave with tile `inner` of `tiles` of strip, or panel, `outer`.
     fn pack(&self, outer: usize, (inner, tiles): (usize, usize)) -> Option<Pack<E, P>> {
         let Self { strips, panels, k, kq, order } = self;
         let (some, kept) = match order {
@@ -195,7 +195,7 @@ impl<E, P> OverlapBoth<E, P> {
         if packs_kept && inner + 1 < tiles {
             return kept.part(inner + 1, inner + 1, *k, 0..*k);
         }
-        // All of it beside the last tile, or a part beside each.
+        // All of it during the last tile, or a part during each tile.
         let each = if packs_kept { *k } else { k.div_ceil(tiles).next_multiple_of(*kq) };
         let first = if packs_kept { 0 } else { inner * each };
         some.part(next, next % SLOTS, *k, first.min(*k)..(first + each).min(*k))

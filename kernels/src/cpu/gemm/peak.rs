@@ -1,24 +1,24 @@
-//! What the instructions that products are made of can do at most: loops that touch registers
-//! alone.
+//! Peak throughput of the instructions in matrix products: loops that only touch registers.
 //!
-//! No product of matrices is faster on a core, so its share of this says how much of the machine a
-//! kernel uses.
+//! No matrix product is faster on a core. A kernel's share of this peak says how much of the
+//! machine it uses.
 
 use candle_core::DType;
 
 use crate::tensor::simd::Isa;
 
-/// Multiplications and additions that kernels of a type are made of on an instruction set: f16, and
-/// bf16 without instructions for it, are computed in f32; f32 and f16 on AMX in products of bf16.
+/// The multiply-add instructions of a dtype's kernels on an instruction set. f16, and bf16 without
+/// dedicated instructions, are computed in f32; f32 and f16 on AMX in products of bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Instruction {
     isa: Isa,
-    /// Multiplications that one of the type takes.
+    /// Instruction multiplications per multiplication of the dtype.
     each: usize,
 }
 
 impl Instruction {
-    /// What products of `dtype` run on under `isa`; none for f64, which is no kernel of ours.
+    /// The instruction for products of `dtype` under `isa`; none for f64, which has no kernel of
+    /// ours.
     pub fn of(dtype: DType, isa: Isa) -> Option<Self> {
         match (dtype, isa) {
             (DType::BF16, _) => Some(Self { isa, each: 1 }),
@@ -29,7 +29,7 @@ impl Instruction {
         }
     }
 
-    /// Every one that this machine has, with the type of its operands.
+    /// Every instruction of this machine, with its operand type.
     pub fn all() -> impl Iterator<Item = (DType, Self)> {
         let own = |isa: Isa| if isa > Isa::Avx512 { DType::BF16 } else { DType::F32 };
         let each = Isa::ALL.into_iter().map(move |isa| (own(isa), Self { isa, each: 1 }));
@@ -39,7 +39,7 @@ impl Instruction {
         each.chain(of_parts).filter(|(_, instruction)| instruction.isa <= Isa::supported())
     }
 
-    /// The instruction set, and what is made of it.
+    /// The instruction set, and the number of its products per multiplication if that is not 1.
     pub fn name(self) -> String {
         match self.each {
             1 => self.isa.name().to_string(),
@@ -71,7 +71,7 @@ impl Instruction {
     }
 }
 
-/// The portable kernel's loop with operands that stay in registers.
+/// The portable kernel's loop, with operands that stay in registers.
 fn portable(rounds: usize) -> usize {
     const SUMS: usize = 8;
     let mut sums = [[0f32; 8]; SUMS];
@@ -87,7 +87,8 @@ fn portable(rounds: usize) -> usize {
     2 * 8 * SUMS
 }
 
-/// Each returns the operations of a round: twelve independent sums, more than there are in flight.
+/// Each function returns the operations of one round: twelve independent sums, more than the
+/// pipeline holds at a time.
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::asm;
@@ -142,7 +143,7 @@ mod x86 {
         12 * 16 * 2 * 2
     }
 
-    /// Two by two tiles, as the kernel's, without loads.
+    /// Two by two tiles, as in the kernel, without loads.
     pub unsafe fn amx(rounds: usize) -> usize {
         // SAFETY: the machine has the instructions; the tiles are configured first.
         unsafe {

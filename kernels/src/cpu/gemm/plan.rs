@@ -1,5 +1,5 @@
-//! How a product is cut: blocks of the inner dimension, phases that share panels of B, and tasks of
-//! a phase.
+//! Partitions a product: into blocks of the inner dimension, phases that share panels of B, and
+//! tasks within a phase.
 
 use std::ops::Range;
 
@@ -7,44 +7,43 @@ use super::driver::Order;
 use super::kernel::{Blocking, PIECE};
 use super::overlap;
 
-/// Bytes of B's panels that are made and used at a time, about: what the last level of cache holds
-/// beside other things.
+/// Approximate bytes of B's panels that are made and used at a time: the part of the last-level
+/// cache that they can take.
 const PANEL_BYTES: usize = 8 << 20;
-/// Columns that a phase has at least, if there are so many, so that each strip of A is packed for
-/// many columns.
+/// Least number of columns of a phase, if there are that many, so that each strip of A is packed
+/// for many columns.
 const PHASE_COLUMNS: usize = 1024;
-/// Panels, or strips, that are packed together: where they lie side by side in rows, rows are read
-/// in pieces long enough for the hardware to fetch ahead.
+/// Panels, or strips, that are packed together. Where they lie side by side in rows, the pieces of
+/// rows are then long enough for the hardware prefetcher.
 pub const TOGETHER: usize = 8;
-/// Unfinished sums of a task whose thread packs all of it alone, at most: half of a second-level
-/// cache of 2 MiB. (With one of 1 MiB, half as many made no difference.)
+/// Most unfinished sums of a task that packs everything alone: half of an L2 of 2 MiB. (With an L2
+/// of 1 MiB, half as many made no difference.)
 const SUMS_ALONE: usize = 256 << 10;
-/// What it costs to pack an element into panels that threads share, which are not in the thread's
-/// caches, and of A, where cache lines are cut at strips, for one packed into panels that stay in
-/// L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles a line).
+/// Relative costs of packing an element: into panels that threads share, which are not in the
+/// thread's caches; and of A, where strips cut cache lines. The unit is packing into panels that
+/// stay in L2 (measured on Sapphire Rapids: 21, 10 and 7 cycles per line).
 const SHARED_COST: f64 = 3.0;
 const STRIP_COST: f64 = 1.5;
-/// As `SUMS_ALONE`, of tasks that pack beside their products, which need less of that cache for
-/// operands.
+/// As `SUMS_ALONE`, for tasks that pack between their products and need less L2 for operands.
 const SUMS_OVERLAPPED: usize = 320 << 10;
-/// What it costs to pack an element beside products, of the operand that is packed little by
-/// little; of the other one as much as alone.
+/// Cost of packing an element between products, for the operand that is packed little by little.
+/// The other operand costs as much as alone.
 const OVERLAP_COST: f64 = 0.25;
-/// What it costs to read an element of A where it lies, out of the thread's caches, while it is
-/// multiplied: little, since it is fetched ahead.
+/// Cost of reading an element of unpacked A from outside the thread's caches during products. It is
+/// small because the element is prefetched.
 const READ_COST: f64 = 0.25;
-/// What it costs besides, once for every thread that reads it: rows of A, and of what is computed
-/// from them, are best left to the thread that made them (on Zen 4 products cut by rows although
-/// each thread has to pack all panels are 1 to 3% faster than those cut by columns).
+/// Additional cost, once per reading thread. Rows of A, and of results computed from them, are best
+/// left to the thread that made them. (On Zen 4, products partitioned by rows are 1 to 3% faster
+/// than those partitioned by columns, although each thread then has to pack all panels.)
 const READER_COST: f64 = 0.4;
-/// Bytes of the panels of a step, of which there are two at a time, at most, unless one panel takes
-/// more.
+/// Most bytes of the panels of a step, unless one panel takes more. Two steps' panels exist at a
+/// time.
 const STEP_BYTES: usize = 200 << 10;
-/// Tasks per thread from which on it does not matter whether all threads get as many.
+/// Tasks per thread from which on an uneven distribution does not matter.
 const MANY_TASKS: usize = 8;
 
-/// The inner dimension of length `k` in blocks of equal length, the last one shorter. Depends on
-/// nothing but `k` and the kernel's blocking, since it decides the order of summation.
+/// The inner dimension of length `k` in blocks of equal length; the last one may be shorter.
+/// Depends only on `k` and the kernel's blocking, because it decides the order of summation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks {
     pub k: usize,
@@ -53,7 +52,7 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks of at most `kc`, or one of at most `once`.
+    /// Blocks of at most `kc`, or one block of at most `once`.
     pub fn new(k: usize, kc: usize, once: usize) -> Self {
         let count = if k <= once { 1 } else { k.div_ceil(kc) };
         let len = k.div_ceil(count).next_multiple_of(PIECE).max(PIECE);
@@ -65,20 +64,20 @@ impl Blocks {
     }
 }
 
-/// What has to be packed.
+/// The operands that have to be packed, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
-    /// B: strips of A are read where they lie.
+    /// B: strips of A are read unpacked.
     Panels,
-    /// B, and the kernel asks for memory that is packed soon.
+    /// B, and the kernel prefetches memory that is packed soon.
     Ahead,
     /// Both operands.
     OverlapBoth,
-    /// Both, and the kernel can do so beside its products.
+    /// Both, and the kernel can pack between its products.
     Overlap,
 }
 
-/// Columns × blocks of B whose panels are in memory together. First they are packed, then they are
+/// Columns × blocks of B with panels that are in memory together. The panels are first packed, then
 /// used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Phase {
@@ -91,17 +90,17 @@ pub struct Phase {
     pub computing: Range<usize>,
 }
 
-/// How tasks come by what is packed.
+/// How tasks get their packed operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strategy {
-    /// Panels are packed by all threads, before tasks that use them.
+    /// All threads pack panels, before the tasks that use them.
     Shared,
-    /// Tasks are of the whole inner dimension and pack all that they need, block by block.
+    /// Tasks cover the whole inner dimension and pack everything themselves, block by block.
     Alone,
-    /// As `Alone`, beside the products ([`super::beside`]).
+    /// As `Alone`, but packing runs between the products ([`super::overlap`]).
     Overlap,
-    /// Tasks are of the whole inner dimension; panels are packed by `group` at most, ahead of their
-    /// use ([`super::lookahead`]).
+    /// Tasks cover the whole inner dimension. Panels are packed ahead of their use, at most `group`
+    /// at a time ([`super::lookahead`]).
     Ahead { group: usize },
 }
 
@@ -109,12 +108,12 @@ pub enum Strategy {
 pub struct Plan {
     pub blocks: Blocks,
     pub phases: Vec<Phase>,
-    /// Rows of a task, a multiple of MR where panels are shared.
+    /// Rows of a task, a multiple of MR if panels are shared.
     pub task_rows: usize,
     /// Columns of a task, a multiple of NR.
     pub task_columns: usize,
     pub way: Strategy,
-    /// Whether the panels of a task, of all blocks, stay in L2 together.
+    /// Whether the panels of a task, over all blocks, fit into L2 together.
     pub is_short: bool,
     /// Columns of the widest phase, a multiple of NR.
     pub phase_columns: usize,
@@ -123,7 +122,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For tiles of `mr` × `nr` and packed elements of `size` bytes.
+    /// Plans for tiles of `mr` × `nr` and packed elements of `size` bytes.
     pub fn new(
         (m, n, k): (usize, usize, usize),
         (mr, nr): (usize, usize),
@@ -192,8 +191,8 @@ impl Plan {
         }
     }
 
-    /// Tasks that pack alone, if a cut of them costs less than `most` for each of the inner
-    /// dimension, where a row of A costs `strip`.
+    /// Tasks that pack alone, if their packing costs less than `most` per element of the inner
+    /// dimension. A row of A costs `strip`.
     fn alone(
         (m, n): (usize, usize),
         (mr, nr): (usize, usize),
@@ -219,7 +218,7 @@ impl Plan {
                 let rows = strips.div_ceil(down) * mr;
                 let (down, across) = (m.div_ceil(rows), n.div_ceil(columns));
                 let (panels, strips) = ((n * down) as f64, strip * (m * across) as f64);
-                // What stays packed, and what it costs to pack.
+                // Size of the operand that stays packed, and the cost of packing.
                 let (kept, cost) = match (packing, overlap::order(rows, columns)) {
                     (Packing::Overlap, Order::ByStrips) => {
                         (columns, panels + OVERLAP_COST * strips)
@@ -231,8 +230,8 @@ impl Plan {
                     }
                     _ => (columns, panels + strips),
                 };
-                // More tasks down cost more, but for an operand that is no longer the one that is
-                // kept, or threads that no longer share rows.
+                // More tasks down cost more, with two exceptions: the kept operand may change, and
+                // threads may no longer share rows.
                 let least = if packing == Packing::Overlap {
                     OVERLAP_COST * panels
                 } else {
@@ -298,7 +297,8 @@ impl Plan {
                 packing: 0..0,
                 computing: 0..tasks,
             }],
-            // Equal to a row: an edge of a few rows in each costs less than a strip more in some.
+            // Rows are equal to within one: a few edge rows in each task cost less than one more
+            // strip in some.
             task_rows: m.div_ceil(down),
             task_columns: columns,
             way,
@@ -308,7 +308,7 @@ impl Plan {
         }
     }
 
-    /// Whether the inner dimension is in several phases.
+    /// Whether the inner dimension spans several phases.
     pub fn sums_outlast_phases(&self) -> bool {
         self.phases.iter().any(|phase| phase.blocks.len() < self.blocks.count)
     }
@@ -318,12 +318,12 @@ impl Plan {
     }
 }
 
-/// Whether all threads get as many tasks, or so many that it does not matter.
+/// Whether all threads get equally many tasks, or so many that the difference does not matter.
 fn is_even(tasks: usize, threads: usize) -> bool {
     tasks.is_multiple_of(threads) || tasks >= MANY_TASKS * threads
 }
 
-/// The size of equal parts of `n`, of at most `most` each, that are multiples of `unit`.
+/// The size of equal parts of `n`: at most `most` each, and multiples of `unit`.
 fn equal_parts(n: usize, unit: usize, most: usize) -> usize {
     n.div_ceil(n.div_ceil(most.max(unit)).max(1)).next_multiple_of(unit).max(unit)
 }
@@ -344,7 +344,7 @@ mod tests {
         whole: 0,
         alone: 0,
     };
-    /// Of a kernel whose tasks pack panels for themselves.
+    /// The blocking of a kernel with tasks that pack their own panels.
     const ALONE: Blocking = Blocking { panels_alone: true, ..SHARED };
 
     #[test]
@@ -450,7 +450,7 @@ mod tests {
         let logits = plan((512, 384, 8192));
         assert_eq!((logits.way, logits.items()), (Strategy::Alone, 2));
         assert!(logits.task_rows >= 512 && logits.task_columns == 192);
-        // Sums of half of 2048 rows and 192 columns would not stay in L2.
+        // Sums of half of 2048 rows and 192 columns would not fit into L2.
         assert_eq!(plan((2048, 384, 1536)).way, Strategy::Shared);
     }
 

@@ -1,4 +1,4 @@
-//! Micro-kernel in plain Rust, which the compiler vectorizes for SSE2 or NEON.
+//! Micro-kernel in plain Rust; the compiler vectorizes it for SSE2 or NEON.
 
 use super::kernel::{Ahead, Blocking, InPlace, Interleaved, Kernel, Skinny, Strip, To, packed};
 use super::layout::{Layout, Packed, of_six};
@@ -7,13 +7,13 @@ use super::{Mat, pack};
 use crate::tensor::element::Elem;
 
 const MR: usize = 6;
-/// Sums of two vectors a row where there are 16 registers, of four where there are 32: cores of
-/// aarch64 with four units for FMA have sixteen sums on their way at a time.
+/// Sums of two vectors per row with 16 registers, of four with 32: cores of aarch64 with four FMA
+/// units keep sixteen sums in flight.
 const NR: usize = if cfg!(target_arch = "aarch64") { 16 } else { 8 };
 
 pub struct Portable;
 
-/// `a·b + c`, in one rounding where that is an instruction of the compiler's target.
+/// `a·b + c`, rounded once if the compiler's target has such an instruction.
 #[inline(always)]
 pub(super) fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
     if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -105,9 +105,9 @@ impl Unpacked for Portable {
     }
 }
 
-/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null; all but the strip with the
-/// distance of their rows. A function by itself: the compiler makes vectors of loops of known
-/// lengths, but within others' loops not always.
+/// `to [ROWS, NR] = strip · panel`, plus `from` unless that is null. Everything except the strip
+/// comes with its row stride. A separate function: the compiler reliably vectorizes loops of known
+/// lengths only outside other loops.
 #[inline(never)]
 unsafe fn tile<const ROWS: usize, L: Layout>(
     k: usize,

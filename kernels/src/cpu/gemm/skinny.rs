@@ -1,11 +1,10 @@
-//! Products of few rows, as of text that is continued token by token: what they take is the time in
-//! which memory gives B.
+//! Products of few rows, as in text generation token by token. Their time is the time to read B
+//! from memory.
 //!
-//! Columns that lie in memory one behind the other, as those of a linear layer's weight do, are
-//! read there, once, in the order in which they lie, and nothing of B is written again, but for
-//! pieces that stay in L1 where the kernel knows no other way. Terms are summed in the same order
-//! as those of any other product, so an element is the same bit for bit however many rows there
-//! are.
+//! If columns are contiguous in memory, as those of a linear layer's weight are, B is read in
+//! place, once, in memory order. Nothing of B is written again, except pieces that stay in L1 for
+//! kernels that need panels. Terms are summed in the same order as in any other product, so an
+//! element has the same bits for any number of rows.
 
 use std::ops::Range;
 
@@ -18,17 +17,17 @@ use crate::tensor::element::Elem;
 use crate::tensor::parallel;
 use crate::tensor::simd::prefetch;
 
-/// Most rows of a skinny product. Beyond some forty packing pays.
+/// Most rows of a skinny product. Beyond about forty, packing pays.
 const MOST_ROWS: usize = 32;
-/// Rows that are computed at a time; the others find B in L2. (More at a time, out of pieces of
+/// Rows that are computed at a time; further rows find B in L2. (More at a time, from pieces of
 /// panels packed in L1, took up to 1.9 times as long.)
 pub const ROWS: usize = 8;
 
-/// Bytes of B that a task reads, about.
+/// Approximate bytes of B that a task reads.
 const TASK_BYTES: usize = 128 << 10;
-/// Bytes of B from which on a second thread gains more than it costs.
+/// Bytes of B from which a second thread gains more than it costs.
 const ALONE: usize = 256 << 10;
-/// Sums of a tile, at most.
+/// Most sums of a tile.
 const SUMS: usize = 512;
 
 /// Whether [`run`] computes the product.
@@ -75,8 +74,8 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     });
 }
 
-/// The rows of A as [`Kernel::skinny`] reads them, and their distance: where they lie if that is so
-/// already, otherwise in `memory`; or a strip, where tiles are computed.
+/// The rows of A as [`Kernel::skinny`] reads them, and their stride: in place if they have that
+/// layout already, otherwise in `memory`. For kernels that compute tiles, a strip.
 ///
 /// # Safety
 /// The rows can be read.
@@ -120,17 +119,17 @@ where
     a: (*const K::Packed, usize),
     m: usize,
     k: usize,
-    /// B, and the distance of its columns.
+    /// B, and the stride of its columns.
     b: (*const E, usize),
     target: Target<C>,
 }
 
-// SAFETY: tasks write disjoint columns of dst, and only read what else this points to.
+// SAFETY: tasks write disjoint columns of dst, and only read the other memory that this points to.
 unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Product<E, C, K> {}
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
     /// # Safety
-    /// As [`run`]; nobody else has these columns.
+    /// As [`run`]; no other task has these columns.
     unsafe fn columns(&self, all: Range<usize>) {
         let &Target { dst: Mat(dst, row, _), first, plus, scale } = &self.target;
         let mut sums = [0f32; SUMS];
@@ -141,7 +140,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
                 let rows = ROWS.min(K::MR).min(self.m - r);
                 for sums in sums.chunks_exact_mut(K::NR).take(rows) {
                     match first {
-                        // SAFETY: the bias has zeros up to a multiple of NR.
+                        // SAFETY: the bias is padded with zeros to a multiple of NR.
                         First::Bias(bias) => sums.copy_from_slice(unsafe {
                             std::slice::from_raw_parts(bias.add(c), K::NR)
                         }),
@@ -176,8 +175,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Product<E, C, K> {
     }
 }
 
-/// As [`Kernel::skinny`], of a packed strip and, out of pieces of a panel that are packed in L1, of
-/// columns.
+/// As [`Kernel::skinny`], for a packed strip, and for columns that are packed into pieces of a
+/// panel in L1.
 ///
 /// # Safety
 /// As there; sums have MR rows.
@@ -195,7 +194,7 @@ unsafe fn by_pieces<E: Elem<Acc = f32>, K: Kernel<E>>(
     with_thread_buffers(|own| {
         let panel = own.panels.room::<K::Packed>(K::NR * PIECE);
         for i in (0..k).step_by(PIECE) {
-            // Memory behind these columns, as it lies.
+            // Prefetch the memory after these columns, in memory order.
             for _ in 0..K::NR * PIECE * size_of::<E>() / LINE {
                 prefetch(following);
                 following = following.wrapping_add(LINE / size_of::<E>());

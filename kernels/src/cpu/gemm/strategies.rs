@@ -1,5 +1,5 @@
-//! What a thread does for a task: the loops over blocks of the inner dimension and what is packed
-//! for each, one function for each [`Strategy`].
+//! A thread's work on a task: the loops over blocks of the inner dimension, and the packing for
+//! each block. One function per [`Strategy`].
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use super::workers::{Part, Workers};
 use crate::tensor::element::Elem;
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
-    /// A part of a task, or all of it.
+    /// Computes a part of a task, or all of it.
     ///
     /// # Safety
     /// As [`super::workers::run`], within [`Kernel::enter`].
@@ -29,8 +29,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Of all blocks, block by block: panels, strips and sums stay in this thread's L2 and are
-    /// written there, before the products or beside them.
+    /// Computes all blocks, one by one. Panels, strips and sums stay in this thread's L2; the
+    /// thread packs them there, before the products or between them.
     unsafe fn block_by_block(
         &self,
         mut part: Part<K::Packed>,
@@ -39,7 +39,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
     ) {
         let blocks = self.plan.blocks;
         let panels_across = part.columns.len().div_ceil(K::NR);
-        // One tile's place, or a place for every tile.
+        // Room for one tile, or for every tile.
         let kept = if blocks.count == 1 { 0 } else { panels_across };
         let all_sums = self.sums_of(&part, kept, own);
         let some_rows = K::blocking().mc.next_multiple_of(K::MR);
@@ -73,7 +73,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                 unsafe { pack_panels::<E, K>(b, part.columns.len(), inner.len(), panels) };
             }
             let (begin, is_last) = (part.rows.start, block + 1 == blocks.count);
-            // So many rows as are packed at once.
+            // Number of rows that are packed at once.
             let together = if overlaps || self.reads_rows(k) { part.rows.len() } else { some_rows };
             let mut first = begin;
             while first < part.rows.end {
@@ -93,7 +93,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                     Order::ByPanels => strips,
                 };
                 let mut next = rows.end;
-                // Beside the first strip, or panel, the other operand is packed.
+                // The other operand is packed during the first strip, or panel.
                 let first_of_all = match order {
                     Order::ByStrips => rows.start,
                     Order::ByPanels => columns.start,
@@ -155,9 +155,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Where the unfinished sums of a part are: this thread's own, of which `kept` panels are kept,
-    /// or none but a tile's, unless it got them with the part. Its own stay where they are then,
-    /// since those of a part that it gave lie there.
+    /// Location of a part's unfinished sums: the ones that came with the part, if any. Otherwise
+    /// this thread's own, with room for `kept` panels, or for one tile if that is 0. A thread that
+    /// received sums leaves its own in place, because sums of a part that it gave away lie there.
     fn sums_of(&self, part: &Part<K::Packed>, kept: usize, own: &mut ThreadBuffers) -> Sums {
         part.sums.unwrap_or_else(|| {
             let places = if kept == 0 { 1 } else { part.rows.len().div_ceil(K::MR) * kept };
@@ -165,12 +165,13 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         })
     }
 
-    /// Whether strips of blocks of `k` are not packed.
+    /// Whether strips of blocks of `k` are read unpacked.
     fn reads_rows(&self, k: usize) -> bool {
         k.is_multiple_of(K::KQ) && K::reads_rows(self.a)
     }
 
-    /// Step by step: panels of the next step are packed while those of the present one are used.
+    /// Computes step by step: panels of the next step are packed while those of the current one are
+    /// used.
     unsafe fn step_by_step(
         &self,
         phase: &Phase,
@@ -189,7 +190,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             Some((_, packed)) => packed,
             None => both_panels.wrapping_add(i * step_room),
         });
-        // A is read in place, but for rows that make no whole strip.
+        // A is read in place, except for rows that make no whole strip.
         let edge = own.strips.room(K::MR * blocks.len);
         let coming = |i: usize, tiles: usize| {
             let step = steps.get(i)?;
@@ -258,7 +259,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Of the blocks of the phase, whose panels are packed.
+    /// Computes the blocks of the phase; their panels are packed already.
     unsafe fn compute_packed(
         &self,
         phase: &Phase,
@@ -269,8 +270,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         let (columns, across) = self.columns_of(phase, part.task);
         let (panels_across, panels_in_phase) =
             (columns.len().div_ceil(K::NR), phase.columns.len().div_ceil(K::NR));
-        // Where the panels of all blocks stay in L2, strip by strip: then unfinished sums stay
-        // there too. Columns of A are packed for many strips at a time.
+        // If the panels of all blocks fit into L2, go strip by strip: then unfinished sums stay in
+        // L2, too. Columns of A are packed for many strips at a time.
         let by_strips = self.sums.is_none() && self.plan.is_short && self.a.2 == 1;
         while !part.rows.is_empty() {
             let first_row = part.rows.start;
@@ -283,7 +284,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             let strips = some.rows.len().next_multiple_of(K::MR);
             let to = own.strips.room(strips * blocks.len);
             let sums = match self.sums {
-                // One tile's place, or a place for every tile.
+                // Room for one tile, or for every tile.
                 None if blocks.count == 1 => Sums::of_a_tile(own.sums.room(K::MR * K::NR)),
                 None => self.sums_of(&some, panels_across, own),
                 Some(all) => {
@@ -312,7 +313,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                 } else {
                     self.a.at(rows.end, blocks.range(phase.blocks.start).start)
                 };
-                // Panels are everybody's, and stay.
+                // Panels are shared by all threads, and stay.
                 let (may_give, lent) = (!by_strips && block + 1 == phase.blocks.end, &mut own.lent);
                 let mut keep = |left: Range<usize>| match may_give {
                     true => {

@@ -1,6 +1,6 @@
 //! Products of small f32 matrices that lie in the nearest caches, as attention's tiles do, on one
-//! thread: multiplied where they lie. Packed as other products' operands, each of which is used
-//! once or twice, they take twice as long.
+//! thread. Operands are read unpacked: each is used only once or twice, and packing would make the
+//! product take twice as long.
 
 use std::ops::Range;
 
@@ -11,15 +11,15 @@ use super::portable::Portable;
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::simd::Isa;
 
-/// A micro-kernel that reads operands where they lie.
+/// A micro-kernel that reads unpacked operands.
 pub trait Unpacked {
     /// Most rows of a tile.
     const MR: usize;
     /// Columns of a tile, at most [`COLUMNS`].
     const NR: usize;
 
-    /// `c [rows, NR] = a [rows, k] · b [k, NR]`, plus the old `c` where `add`; terms are added one
-    /// after the other. `b` and `c` are given with the distance of their rows.
+    /// `c [rows, NR] = a [rows, k] · b [k, NR]`, plus the old `c` if `add`; terms are added one
+    /// after the other. `b` and `c` come with their row strides.
     ///
     /// # Safety
     /// The machine has the instruction set; the matrices can be read, and `c` written.
@@ -35,23 +35,22 @@ pub trait Unpacked {
 
 const COLUMNS: usize = 16;
 const ROWS: usize = 6;
-/// Inner dimension of columns that are copied, since they are fewer than a tile's.
+/// Inner dimension per copy of columns, if they are fewer than a tile's.
 const COPIED: usize = 64;
 
-/// What queries see of a tile on the diagonal, and so what counts of a product with it; the rest
-/// may be left out.
+/// The causal part of a product with a tile on the diagonal. The rest may be skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CausalPart {
-    /// Of row r of the result, the first n + r + 1 columns; others may be anything.
+    /// Of row r of the result, the first n + r + 1 columns; others may have any value.
     Columns(usize),
     /// Of row r of `a`, the first n + r + 1 elements; others are 0.
     First(usize),
-    /// Of row r of `a`, those from number r − n on; others are 0.
+    /// Of row r of `a`, the elements from index r − n on; others are 0.
     From(usize),
 }
 
 impl CausalPart {
-    /// The first of `rows` of which something counts in the columns from `column` on.
+    /// The first of `rows` with visible elements in the columns from `column` on.
     fn first_row(self, column: usize, rows: usize) -> usize {
         match self {
             Self::Columns(n) => column.saturating_sub(n).min(rows),
@@ -59,7 +58,7 @@ impl CausalPart {
         }
     }
 
-    /// The part of the inner dimension, of length `k`, that counts for these rows.
+    /// The range of the inner dimension, of length `k`, that contributes to these rows.
     fn inner(self, k: usize, rows: Range<usize>) -> Range<usize> {
         match self {
             Self::Columns(_) => 0..k,
@@ -69,13 +68,12 @@ impl CausalPart {
     }
 }
 
-/// `dst [m, n] = a [m, k] · b [k, n]`, of which what is `seen` counts, plus the old `dst` where
-/// `accumulate`. `dst` and `b` are given with the distance of their rows, whose elements are
-/// contiguous.
+/// The part `seen` of `dst [m, n] = a [m, k] · b [k, n]`, plus the old `dst` if `accumulate`. `dst`
+/// and `b` have contiguous rows and come with their row strides.
 ///
 /// # Safety
-/// Every element of the three matrices can be read (`a`, `b`) or written (`dst`), `dst` apart from
-/// the others.
+/// Every element of the three matrices can be read (`a`, `b`) or written (`dst`); `dst` does not
+/// overlap the others.
 pub unsafe fn product(
     shape: (usize, usize, usize),
     seen: CausalPart,
@@ -84,7 +82,7 @@ pub unsafe fn product(
     a: Mat<*const f32>,
     b: (*const f32, usize),
 ) {
-    // SAFETY: the caller's promise; the machine has what was detected.
+    // SAFETY: the caller's promise; the machine has the detected instruction set.
     unsafe {
         #[cfg(target_arch = "x86_64")]
         if Isa::detected() >= Isa::Avx2 {
@@ -125,7 +123,7 @@ unsafe fn by_tiles<K: Unpacked>(
     }
 }
 
-/// As [`Unpacked::multiply`], of fewer columns, by way of copies of them and of their sums.
+/// As [`Unpacked::multiply`], for fewer columns, through copies of them and of their sums.
 ///
 /// # Safety
 /// As [`Unpacked::multiply`].
@@ -200,7 +198,7 @@ mod tests {
                         CausalPart::First(before) => i <= before + r,
                         CausalPart::From(before) => i + before >= r,
                     };
-                    // Rows, or columns, a little further apart than they are long.
+                    // Row or column strides are a little longer than the rows or columns.
                     let (row, column) = if across { (1, m + 2) } else { (k + 3, 1) };
                     let (mut a, b, old) =
                         (numbers(m * k + 3 * (m + k)), numbers(k * (n + 1)), numbers(m * (n + 5)));
@@ -209,8 +207,8 @@ mod tests {
                         .filter(|&(r, i)| !counts(r, i))
                         .for_each(|(r, i)| a[r * row + i * column] = 0.0);
                     let mut c = old.clone();
-                    // SAFETY: the callers have looked at the machine; the matrices are as long as
-                    // said.
+                    // SAFETY: the callers have checked the machine; the matrices have these
+                    // lengths.
                     unsafe {
                         let (a, b) = (Mat(a.as_ptr(), row, column), (b.as_ptr(), n + 1));
                         by_tiles::<K>((m, n, k), seen, (c.as_mut_ptr(), n + 5), accumulate, a, b);

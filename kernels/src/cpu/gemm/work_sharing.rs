@@ -1,16 +1,17 @@
-//! What a thread of a product that has nothing left to do gets from those that have.
+//! Work sharing: a thread of a product without work gets some from threads that still have work.
 //!
-//! Threads of a machine that does other things, too, are not equally fast, and tasks are few where
-//! each has to pack operands of its own. So who still has rows to compute gives half of them away
-//! once another thread waits. Nothing is given, or paid for, while all have tasks.
+//! Threads of a machine with other load are not equally fast, and tasks are few if each has to pack
+//! its own operands. So a thread that still has rows to compute gives half of them away once
+//! another thread waits. While all threads have tasks, nothing is given away, and this costs
+//! nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// Spins of a waiting thread before it lets others run.
+/// Spins of a waiting thread before it yields.
 const SPINS: usize = 10_000;
 
-/// Waits until `done`, at first without letting others run.
+/// Waits until `done`; at first spins without yielding.
 pub fn wait_until(mut done: impl FnMut() -> bool) {
     let mut spins = 0;
     while !done() {
@@ -23,8 +24,8 @@ pub fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Does `work`, for whose end other threads may wait and with whose memory they may compute. Should
-/// it panic, the process ends, rather than that they wait for ever or write to what was freed.
+/// Does `work` that other threads wait for, or that other threads' memory depends on. If it panics,
+/// the process ends; otherwise the others would wait for ever or write to freed memory.
 pub fn or_end_process(work: impl FnOnce()) {
     struct End;
     impl Drop for End {
@@ -44,18 +45,18 @@ pub fn or_end_process(work: impl FnOnce()) {
 thread_local! {
     /// Parts that this thread gave away.
     pub static GIVEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
-    /// Threads that seem to wait from the beginning for parts of products of this thread. What it
-    /// gives to them it takes itself in the end.
+    /// Threads that seem to wait from the beginning for parts of this thread's products. In the end
+    /// this thread itself takes the parts that it gave to them.
     pub static SEEMING: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Parts given away.
+/// Parts that were given away.
 pub struct WorkSharing<P> {
-    /// Threads that wait, but for those to whom a part was given.
+    /// Waiting threads, except those that were given a part.
     waiting: AtomicUsize,
-    /// Parts that nobody has taken.
+    /// Parts that no thread has taken yet.
     ready: AtomicUsize,
-    /// Parts given that are not computed.
+    /// Parts that were given away and are not computed yet.
     unfinished: AtomicUsize,
     parts: Mutex<Vec<P>>,
 }
@@ -76,7 +77,7 @@ impl<P> WorkSharing<P> {
         self.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Gives a part to a thread that waits, if one does; only a thread that computes gives.
+    /// Gives a part to a waiting thread, if there is one. Only a thread that computes may give.
     pub fn give(&self, part: impl FnOnce() -> P) -> bool {
         let claim = |waiting: usize| waiting.checked_sub(1);
         if !self.is_wanted()
@@ -92,8 +93,8 @@ impl<P> WorkSharing<P> {
         true
     }
 
-    /// The next part, for a thread that has nothing else left; `None` once all is computed: `done`,
-    /// and every part that was given.
+    /// The next part, for a thread without other work. `None` once everything is computed: `done`,
+    /// and every part that was given away.
     pub fn take(&self, done: impl Fn() -> bool) -> Option<P> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let mut taken = None;
@@ -104,13 +105,13 @@ impl<P> WorkSharing<P> {
                     self.ready.fetch_sub(1, Ordering::Relaxed);
                 }
             }
-            // In this order: a part is given before its giver's own work is done.
+            // The order matters: a thread gives a part before its own work is done.
             taken.is_some() || done() && self.unfinished.load(Ordering::Acquire) == 0
         });
         taken
     }
 
-    /// A part taken is computed.
+    /// Records that a taken part is computed.
     pub fn finished(&self) {
         self.unfinished.fetch_sub(1, Ordering::Release);
     }
@@ -127,8 +128,8 @@ mod tests {
         assert_eq!(sharing.take(|| true), None);
     }
 
-    /// Threads halve ranges as long as others wait; in the end every number was counted once, and
-    /// all threads came back.
+    /// Threads halve ranges as long as others wait. In the end every number was counted once, and
+    /// all threads returned.
     #[test]
     fn every_part_is_computed_once_before_any_thread_leaves() {
         for threads in 1..6 {

@@ -1,10 +1,10 @@
-//! The threads of a product, and what each of them computes.
+//! The threads of a product, and their work.
 //!
-//! Threads draw numbered items ([`WorkQueue`]): of each phase first those that pack B, then those
-//! that compute tasks, for which a thread packs A by itself. Who draws an item waits until the
-//! items of all earlier stages are done; those are in the hands of threads that run, so a thread
-//! that comes late, or not at all, holds up nobody, and a product costs one fork and join. Once all
-//! items are drawn, threads that have none help those that do ([`WorkSharing`]).
+//! Threads draw numbered items ([`WorkQueue`]): for each phase, first the items that pack B, then
+//! those that compute tasks; for a task, a thread packs A itself. A thread that draws an item waits
+//! until all items of earlier stages are done. Running threads hold those items, so a thread that
+//! comes late, or not at all, delays nothing, and a product costs one fork and join. Once all items
+//! are drawn, threads without items help the others ([`WorkSharing`]).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,14 +18,14 @@ use super::{Call, Mat, lookahead, overlap};
 use crate::tensor::element::Elem;
 use crate::tensor::parallel::{self, WorkQueue};
 
-/// Fewest strips of a task that are cut in two: who gets a half may have to pack panels for it,
-/// which costs as much as two strips.
+/// Fewest strips of a task that is halved. The receiving thread may have to pack panels for its
+/// half, which costs as much as two strips.
 const LEAST_STRIPS: usize = 8;
-/// Fewest tiles of which half is given to a thread that finds all packed.
+/// Fewest tiles for halving: half is given to a thread that finds everything packed.
 const LEAST_TILES: usize = 8;
 
 /// # Safety
-/// The product's memory is as [`super::gemm`] says; the machine has the kernel's instruction set.
+/// The product's memory is as for [`super::gemm`]; the machine has the kernel's instruction set.
 pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Call<'_, E, C>) {
     let Call { shape, dst, start, plus, a, b, scale, threads } = call;
     let (m, n, k) = shape;
@@ -71,7 +71,7 @@ pub unsafe fn run<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>>(call: Ca
     });
 }
 
-/// What the threads of a product share.
+/// Shared by the threads of a product.
 pub struct Workers<E, C, K: Kernel<E>>
 where
     E: Elem<Acc = f32>,
@@ -82,38 +82,38 @@ where
     pub target: Target<C>,
     pub plan: Plan,
     panels: *mut K::Packed,
-    /// Where sums outlast a phase: those of all tasks.
+    /// The sums of all tasks, if sums outlast a phase.
     pub sums: Option<*mut f32>,
-    /// Of every phase the items that pack and those that compute.
+    /// For every phase, the items that pack and those that compute.
     stages: Vec<[WorkQueue; 2]>,
     done: AtomicUsize,
     sharing: WorkSharing<Part<K::Packed>>,
 }
 
-/// Rows and columns of a task from a block of the inner dimension on, or from one of its steps
-/// ([`super::lookahead`]), whose columns are its own.
+/// Rows and columns of a task, from one block of the inner dimension on, or from one of its steps
+/// ([`super::lookahead`]); a step has its own columns.
 #[derive(Clone)]
 pub struct Part<P> {
-    /// Which one of its phase.
+    /// Index of the task within its phase.
     pub task: usize,
     pub rows: Range<usize>,
     pub columns: Range<usize>,
     pub block: usize,
-    /// Where the unfinished sums are, if there are any and another thread keeps them.
+    /// Location of the unfinished sums, if there are any and another thread keeps them.
     pub sums: Option<Sums>,
-    /// The order of tiles, and the packed operand that is kept in it, if another thread has packed
-    /// that of the last block, or step: panels from the first column on, or strips from the first
-    /// row on.
+    /// Set if another thread has packed the last block, or step: the order of tiles, and the packed
+    /// operand that this order keeps. These are panels from the first column on, or strips from the
+    /// first row on.
     pub packed: Option<(Order, *mut P)>,
 }
 
-// SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst,
-// and read panels only after all were packed. The sums of a part stay where they are until every
-// part is computed.
+// SAFETY: items, and parts of items, write disjoint parts of the panels, of the sums and of dst.
+// They read panels only after all were packed. The sums of a part stay in place until every part is
+// computed.
 unsafe impl<E: Elem<Acc = f32>, C, K: Kernel<E>> Sync for Workers<E, C, K> {}
 
 impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
-    /// Takes items until there are none, then parts of others' items until all is computed.
+    /// Takes items until there are none, then parts of other threads' items until all is computed.
     fn work(&self, thread: usize) {
         let items = self.plan.items();
         let is_done = || self.done.load(Ordering::Acquire) == items;
@@ -125,7 +125,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
             // SAFETY: the machine has the instruction set; `leave` follows.
             unsafe { K::enter() };
             for (phase, [packing, computing]) in self.plan.phases.iter().zip(&self.stages) {
-                // Once items of earlier stages are done, panels are free to write, or complete.
+                // Once items of earlier stages are done, panels are free for writing, or complete.
                 packing.take_all(thread, |item| {
                     self.wait_for(phase.packing.start);
                     // SAFETY: the caller's promise.
@@ -142,7 +142,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
                     self.done.fetch_add(1, Ordering::Release);
                 });
             }
-            // A part is given once all items are drawn, and its panels are complete then.
+            // A part is given only once all items are drawn; its panels are complete then.
             while let Some(part) = self.sharing.take(is_done) {
                 own.keep_lent();
                 // SAFETY: the caller's promise.
@@ -155,7 +155,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         });
     }
 
-    /// Waits until the first `items` items are done: no later one can be before.
+    /// Waits until the first `items` items are done. Later items cannot be done before them.
     fn wait_for(&self, items: usize) {
         wait_until(|| self.done.load(Ordering::Acquire) >= items);
     }
@@ -165,9 +165,9 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         self.stages.last().is_none_or(|[_, computing]| computing.is_empty())
     }
 
-    /// Gives the second half of `part` to a thread that waits, if one does: all of it is at the
-    /// beginning of `block`. Its unfinished sums are at `sums`. These are this thread's until all
-    /// is computed, so nothing is given while it may draw another item.
+    /// Gives the second half of `part` to a waiting thread, if there is one. All of the part is at
+    /// the beginning of `block`, and its unfinished sums are at `sums`. This thread keeps those
+    /// sums until everything is computed, so it gives nothing while it may still draw another item.
     pub fn halve(&self, part: &mut Part<K::Packed>, block: usize, sums: Sums) {
         if part.rows.len().div_ceil(K::MR) < LEAST_STRIPS {
             return;
@@ -179,9 +179,10 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         });
     }
 
-    /// As [`Workers::halve`] of `left` while the last block, or step, of a part is computed, in
-    /// `order`, whose packed operand is kept at `packed`, from the part's first row or column on,
-    /// if tasks pack their own; then it is `lent`. Returns the end of what stays.
+    /// As [`Workers::halve`], for the remaining range `left` while the last block, or step, of a
+    /// part is computed in `order`. If tasks pack their own operands, the kept operand is at
+    /// `packed`, from the part's first row or column on, and becomes `lent`. Returns the end of the
+    /// range that stays.
     pub fn halve_rest(
         &self,
         part: &Part<K::Packed>,
@@ -217,8 +218,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         })
     }
 
-    /// The end of what is kept of `all`, of which the second half, in whole units, is given to a
-    /// thread that waits, if one does, as `part` says.
+    /// Gives the second half of `all`, in whole units, to a waiting thread, if there is one; `part`
+    /// makes the part. Returns the end of the range that stays.
     fn keep(
         &self,
         all: Range<usize>,
@@ -233,7 +234,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         }
     }
 
-    /// Where the panels of a block of the phase begin; each is `k · NR` elements.
+    /// Address of the panels of a block of the phase; each has `k · NR` elements.
     pub fn panels_of(&self, phase: &Phase, block: usize) -> *mut K::Packed {
         let columns = phase.columns.len().next_multiple_of(K::NR);
         self.panels.wrapping_add((block - phase.blocks.start) * self.plan.blocks.len * columns)
@@ -252,7 +253,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         unsafe { pack_panels::<E, K>(b, columns.len(), inner.len(), to) }
     }
 
-    /// Tasks side by side.
+    /// Number of tasks side by side.
     fn tasks_across(&self, phase: &Phase) -> usize {
         phase.columns.len().div_ceil(self.plan.task_columns)
     }
@@ -262,7 +263,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>, K: Kernel<E>> Workers<E, C, K> {
         down * rows..((down + 1) * rows).min(self.rows)
     }
 
-    /// Columns of a task, and which one it is across the phase.
+    /// Columns of a task, and its index across the phase.
     pub fn columns_of(&self, phase: &Phase, task: usize) -> (Range<usize>, usize) {
         let (columns, across) = (self.plan.task_columns, task % self.tasks_across(phase));
         let first = phase.columns.start + across * columns;

@@ -11,7 +11,7 @@ use self::run::{step_f32, step_f64};
 use crate::Result;
 use crate::tensor::arguments::optimizer::{AdamRule, AdamW, Operands, Segment, Sgd};
 
-/// A step on one segment.
+/// An AdamW step on one segment.
 pub fn adamw(of: &Operands, segment: &Segment, h: &AdamW, op: &'static str) -> Result<()> {
     match of.g.dtype() {
         DType::F64 => step_f64(op, of, segment, &AdamRule::new(h, segment)),
@@ -19,7 +19,7 @@ pub fn adamw(of: &Operands, segment: &Segment, h: &AdamW, op: &'static str) -> R
     }
 }
 
-/// A step on one segment.
+/// An SGD step on one segment.
 pub fn sgd(of: &Operands, segment: &Segment, h: &Sgd, op: &'static str) -> Result<()> {
     match of.g.dtype() {
         DType::F64 => step_f64(op, of, segment, &SgdRule::new(h, segment)),

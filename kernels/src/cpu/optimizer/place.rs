@@ -1,4 +1,4 @@
-//! Where a value of a step is kept, and how it is rounded there.
+//! Storage of a value in a step, and how the value is rounded to it.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::cpu::remainders;
 use crate::tensor::arguments::stochastic_rounding::Words;
 use crate::tensor::element::{Elem, Float};
 
-/// A place of one value.
+/// Storage of one value.
 pub(super) trait Place<T> {
     fn get(&self) -> T;
     fn set(&mut self, value: T);
@@ -26,7 +26,7 @@ impl<T: Float> Place<T> for &mut T {
     }
 }
 
-/// Halves: see [`halves`].
+/// Two halves: see [`remainders`].
 impl Place<f32> for (&mut bf16, &mut i16) {
     #[inline(always)]
     fn get(&self) -> f32 {
@@ -41,7 +41,7 @@ impl Place<f32> for (&mut bf16, &mut i16) {
 
 /// The parameters of a block.
 pub(super) trait Parameters<T> {
-    /// The places of those in `part`.
+    /// The places of the parameters in `part`.
     fn places(&mut self, part: Range<usize>) -> impl Iterator<Item = impl Place<T>>;
 }
 
@@ -75,8 +75,8 @@ impl Place<f32> for Nearest<'_> {
     }
 }
 
-/// One of the two neighbours in bf16, the one above if the value is further from the one below than
-/// the word's lower half, of 2¹⁶, says.
+/// Rounded stochastically to one of the two neighbouring bf16: to the upper one if the value's low
+/// 16 bits and the low half of the word add up to at least 2¹⁶.
 pub(super) struct Random<'a>(&'a mut bf16, u32);
 
 impl Place<f32> for Random<'_> {
@@ -100,7 +100,7 @@ pub(super) fn round_by(value: f32, word: u32) -> bf16 {
     bf16::from_bits(if is_nan { bits >> 16 | 0x40 } else { above } as u16)
 }
 
-/// What states are kept as.
+/// The storage type of states.
 pub(super) trait State<T>: Sized {
     /// Whether rounding depends on the element.
     const STOCHASTIC: bool;

@@ -1,4 +1,4 @@
-//! What AdamW and SGD do with an element.
+//! The arithmetic of AdamW and SGD on one element.
 
 use super::place::Place;
 use super::run::Rule;
@@ -20,7 +20,7 @@ impl<T: Float> Rule<T> for AdamRule<T> {
             let second = self.beta2 * v.get() + self.one_minus_beta2 * g * g;
             m.set(first);
             v.set(second);
-            // What is rounded is what is kept, not what this step goes by.
+            // The step uses the values before rounding; only the stored ones are rounded.
             let denominator = second.sqrt() * self.inv_sqrt_correction2 + self.eps;
             p.set(p.get() * self.keep - self.step_size * (first / denominator));
         }

@@ -13,10 +13,10 @@ use crate::tensor::parallel;
 use crate::tensor::simd::vectorize;
 use crate::tensor::view::View;
 
-/// What a step does.
+/// The arithmetic of a step.
 pub(super) trait Rule<T>: Sync {
-    /// Changes parameters `p` and state, by gradients `g`. All are equally long; `second` has none
-    /// where the rule has one state.
+    /// Updates parameters `p` and the states from gradients `g`. All are equally long; `second` is
+    /// empty if the rule has one state.
     fn step(
         &self,
         p: impl Iterator<Item = impl Place<T>>,
@@ -26,7 +26,7 @@ pub(super) trait Rule<T>: Sync {
     );
 }
 
-/// Steps f32 operands, which are one segment, in parallel.
+/// Steps f32 operands, all of them one segment, in parallel.
 pub(super) fn step_f32(
     op: &'static str,
     of: &Operands,
@@ -47,7 +47,7 @@ pub(super) fn step_f32(
     step(op, of, segment, rule)
 }
 
-/// As [`step_f32`], of f64 operands.
+/// As [`step_f32`], for f64 operands.
 pub(super) fn step_f64(
     op: &'static str,
     of: &Operands,
@@ -57,7 +57,7 @@ pub(super) fn step_f64(
     step_whole::<f64, f64, f64, _>(op, of, segment, rule)
 }
 
-/// Steps parameters, states being kept as `A` and `B`, and rounds the parameters of each block to
+/// Steps parameters, with states stored as `A` and `B`, and rounds the parameters of each block to
 /// the weights.
 fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<T>>(
     op: &'static str,
@@ -89,7 +89,7 @@ fn step_whole<T: Float, A: State<T> + HostElem, B: State<T> + HostElem, R: Rule<
     })
 }
 
-/// As [`step_whole`], of parameters that are halves.
+/// As [`step_whole`], for parameters that are two halves.
 fn step_remainders<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f32>>(
     op: &'static str,
     &Operands { p: low, weight: high, g, first, second }: &Operands,
@@ -114,7 +114,7 @@ fn step_remainders<A: State<f32> + HostElem, B: State<f32> + HostElem, R: Rule<f
     })
 }
 
-/// Calls `f` with the elements of `t`, or with none.
+/// Calls `f` with the elements of `t`, or with an empty slice.
 fn lend<T: HostElem>(
     t: Maybe,
     op: &'static str,
@@ -126,7 +126,7 @@ fn lend<T: HostElem>(
     }
 }
 
-/// Steps neighbouring elements.
+/// Steps consecutive elements.
 #[inline(always)]
 fn step_block<T, A: State<T>, B: State<T>>(
     rule: &impl Rule<T>,
@@ -160,8 +160,8 @@ fn step_block<T, A: State<T>, B: State<T>>(
 
 type Slices<'a, P, W, T, A, B> = (&'a mut [P], &'a mut [W], &'a [T], &'a mut [A], &'a mut [B]);
 
-/// Calls `step` with blocks of each, in parallel: parameters, weights, gradients, first and second
-/// state; and how the block is rounded.
+/// Calls `step` with blocks of each slice, in parallel: parameters, weights, gradients, first and
+/// second state; and with the block's rounding.
 fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
     (p, weight, g, first, second): Slices<P, W, T, A, B>,
     segment: &Segment,
@@ -178,7 +178,7 @@ fn run<P: Send, W: Send, T: Float, A: Send, B: Send>(
     Ok(())
 }
 
-/// The blocks of `slice`, then empty ones without end.
+/// The blocks of `slice`, followed by endless empty ones.
 fn parts<T>(slice: &mut [T]) -> impl Iterator<Item = &mut [T]> {
     slice.chunks_mut(parallel::GRAIN).chain(std::iter::repeat_with(Default::default))
 }

@@ -1,4 +1,4 @@
-//! Kernels for Hopper: `cuda/attention_*_sm90a.cu`.
+//! Launches of the kernels for Hopper: `cuda/attention_*_sm90a.cu`.
 
 use candle_core::{DType, Tensor};
 
@@ -16,7 +16,7 @@ fn chosen(op: &'static str) -> Result<Kernels> {
     Kernels::chosen().map_err(|message| Error::gpu(op, message))
 }
 
-/// Whether a call is one for the kernels of Hopper.
+/// Whether the Hopper kernels can compute a call.
 pub(super) fn takes(
     op: &'static str,
     gpu: &Gpu,
@@ -33,22 +33,23 @@ pub(super) fn takes(
         && prepared.call.threshold == 0)
 }
 
-/// Whether gradients, which these kernels compute, are computed in one pass.
+/// Whether the Hopper kernels compute gradients in one pass.
 pub(super) fn takes_one_pass(op: &'static str, geometry: Geometry) -> Result<bool> {
     Ok(chosen(op)? == Kernels::OnePass && geometry.shape.head_dim == 64)
 }
 
-/// Tiles of queries of all heads, each of which has turns there.
+/// Number of query tiles of all heads. Each tile has its own turn counter.
 pub(super) fn turns(Geometry { s, b, shape }: Geometry) -> usize {
     s.div_ceil(ROWS) * shape.heads() * b
 }
 
-/// Rows of a warpgroup of the kernels for Hopper, and of a tile of backward.
+/// Rows of a warpgroup of the Hopper kernels, and of a tile of backward.
 const ROWS: usize = 64;
-/// Keys of a tile of forward.
+/// Keys per tile of forward.
 const KEYS: usize = 128;
 
-/// Threads of a block of `consumers` warpgroups that compute, and one that has tiles copied.
+/// Threads of a block: `consumers` warpgroups that compute, and one producer warpgroup that issues
+/// copies.
 fn threads_of(consumers: usize) -> u32 {
     128 * (1 + consumers as u32)
 }
@@ -57,14 +58,14 @@ fn threads_of(consumers: usize) -> u32 {
 struct ForwardBlock {
     /// Warpgroups that compute.
     consumers: usize,
-    /// Tiles of keys that are in shared memory at once, and as many of values.
+    /// Key tiles that are in shared memory at once, and the same number of value tiles.
     stages: usize,
-    /// Rows of the boxes that are copied.
+    /// Rows of the boxes that tensor copies fetch.
     boxes: usize,
 }
 
 impl ForwardBlock {
-    /// For heads of 64 columns or of 128.
+    /// For heads of 64 or 128 columns.
     fn new(head_dim: usize) -> Self {
         match head_dim {
             64 => Self { consumers: 3, stages: 4, boxes: 64 },
@@ -89,10 +90,10 @@ fn boxes(
 /// Bytes of `Shared` of `cuda/include/backward_sm90a.cuh`.
 fn backward_shared(consumers: usize, d: usize, element: usize) -> u32 {
     const STAGES: usize = 4;
-    // Of narrow heads what stays does so for two pieces of work.
+    // For narrow heads, resident tiles are double-buffered over two pieces of work.
     let stays = if d == 64 { 2 } else { 1 };
-    // Tiles of two kinds that stay, and that come in turns; three numbers for each query of a tile;
-    // barriers; and the numbers of the pieces of work.
+    // Resident and streamed tiles, each of two kinds; three numbers for each query of a tile;
+    // barriers; and the indices of the pieces of work.
     let tiles = 2 * (stays * consumers + STAGES);
     let statistics = (stays * consumers).max(STAGES) * 3 * ROWS * 4;
     (tiles * ROWS * d * element + statistics + 2 * (stays + STAGES) * 8 + stays * 4) as u32
@@ -110,7 +111,7 @@ pub(super) struct TurnBack {
 }
 
 impl TurnBack {
-    /// Of what fits; none if the tables do not lie where pairs of their elements can be read.
+    /// From a rotation that fits. None if the tables are not aligned for reading pairs of elements.
     pub fn new(
         op: &'static str,
         gpu: &Gpu,
@@ -133,15 +134,15 @@ impl TurnBack {
     }
 }
 
-/// A kernel of backward.
+/// One kernel of backward.
 struct Pass {
     file: &'static str,
     /// Warpgroups that compute.
     consumers: usize,
     order: Order,
-    /// Bytes of a block's shared memory.
+    /// Bytes of shared memory per block.
     shared: u32,
-    /// Where gradients of queries are summed, if that is in memory.
+    /// Location of the accumulated gradients of queries, if they are accumulated in global memory.
     sums: Option<DevicePointer>,
 }
 
@@ -155,8 +156,8 @@ impl Pass {
     ) -> Result<Vec<Self>> {
         let d = shape.head_dim;
         let of_head = 2 * s * d * element;
-        // Tiles of keys go over the queries of their group and the gradients of its outputs, tiles
-        // of queries over the group's keys and values.
+        // Tiles of keys iterate over the queries of their group and the gradients of its outputs;
+        // tiles of queries iterate over the group's keys and values.
         let kernels = [
             ("attention_dkdv_sm90a", 2, shape.groups, of_head * shape.heads_per_group),
             (
@@ -179,7 +180,7 @@ impl Pass {
         kernels.into_iter().map(pass).collect()
     }
 
-    /// `cuda/attention_backward_sm90a.cu`, with its sums.
+    /// `cuda/attention_backward_sm90a.cu`, and its accumulators.
     fn one(
         op: &'static str,
         gpu: &Gpu,
@@ -188,17 +189,17 @@ impl Pass {
     ) -> Result<(Self, Tensor)> {
         const SLANTS: usize = 4;
         const TURNS: usize = 4;
-        // Warpgroups that make slants; another one multiplies them.
+        // Warpgroups that compute gradients of scores; another warpgroup multiplies them.
         const OF_KEYS: usize = 2;
         let Geometry { s, b, shape } = geometry;
         let (d, tile) = (shape.head_dim, ROWS * shape.head_dim);
         let (sums, at) = gpu.output((turns(geometry), tile), DType::F32, op)?;
-        // Queries, gradients of outputs, and sums of f32. Smaller sections than elsewhere: sums
-        // that leave the second-level cache come back.
+        // Queries, gradients of outputs, and sums in f32. Sections are smaller than elsewhere,
+        // because sums that leave L2 have to come back.
         let bytes = (2 * element + 4) * s * d * shape.heads_per_group;
         let order = Order::new(op, gpu, s.div_ceil(OF_KEYS * ROWS), shape.groups * b, bytes, 3)?;
-        // Besides what the kernel for keys alone has: slants, rows on their way to memory, and
-        // barriers.
+        // In addition to the kernel for keys alone: gradients of scores, rows on their way to
+        // memory, and barriers.
         let more = (2 * SLANTS + 1) * tile * element + (2 * SLANTS + 3 * TURNS) * 8;
         let shared = backward_shared(OF_KEYS, d, element) + more as u32;
         let pass = Self {
@@ -223,7 +224,7 @@ pub(super) fn backward(
     turn_back: Option<TurnBack>,
     one_pass: bool,
 ) -> Result<()> {
-    // Zeros: nothing is turned.
+    // Zeros mean no rotation.
     let turn_back = turn_back.unwrap_or_default();
     let shape = geometry.shape;
     let element = dtype.size_in_bytes();
@@ -246,7 +247,7 @@ pub(super) fn backward(
                 .ptr(dpacked)
                 .ptr(next)
                 .u32(order.section);
-            // SAFETY: the same of this one.
+            // SAFETY: as above.
             unsafe { args.structure(&turn_back) };
             if let Some(sums) = sums {
                 args.ptr(sums);
@@ -256,16 +257,15 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// In which order blocks that stay for many tiles take them: `Place` of
-/// `cuda/include/warpgroups.cuh`.
+/// The order in which persistent blocks take tiles: `Place` of `cuda/include/warpgroups.cuh`.
 struct Order {
     grid: [u32; 3],
     section: u32,
 }
 
 impl Order {
-    /// Of `tiles` of each of `all` heads or groups, which read `bytes` in common; a section has at
-    /// least `pieces` of them for each multiprocessor, where there are so many.
+    /// For `tiles` tiles of each of `all` heads or groups; the tiles of one read `bytes` in common.
+    /// If there are enough, a section has at least `pieces` tiles per multiprocessor.
     fn new(
         op: &'static str,
         gpu: &Gpu,
@@ -276,9 +276,9 @@ impl Order {
     ) -> Result<Self> {
         let properties = gpu.properties()?;
         let blocks = blocks(op, tiles * all, 1)?.min(properties.multiprocessors);
-        // What a section reads is to fill half of the second-level cache, and its short tiles are
-        // to fill the time of its long ones on all multiprocessors. All sections are alike, since a
-        // last one of a few long tiles would leave most multiprocessors without work.
+        // The data that a section reads should fill half of L2, and its short tiles should fill the
+        // time of its long ones on all multiprocessors. Sections have equal sizes, because a last
+        // one of a few long tiles would leave most multiprocessors idle.
         let cached = properties.l2 as usize / 2 / bytes.max(1);
         let balanced = (pieces * properties.multiprocessors as usize).div_ceil(tiles.max(1));
         let sections = (all / cached.max(balanced).max(1)).max(1);
@@ -310,10 +310,10 @@ pub(super) fn forward(
         4,
     )?;
     // Tiles of queries and outputs, some of keys and of values, two barriers of the queries and
-    // four of each stage, and the number of the piece of work.
+    // four per stage, and the index of the piece of work.
     let rows = 2 * queries + 2 * block.stages * KEYS;
     let shared = rows * d * element + (2 + 4 * block.stages) * 8 + 4;
-    // The number of the next piece of work.
+    // The index of the next piece of work.
     let (counter, next) = gpu.output(1, DType::U32, op)?;
     zero(&counter, op)?;
     let name = format!("attention_forward_sm90a_{suffix}_{d}");

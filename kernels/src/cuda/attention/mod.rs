@@ -1,11 +1,11 @@
 //! Attention on a GPU: `cuda/attention_*.cu`.
 //!
-//! 16-bit tensors go through tensor cores in tiles of 64, 96, 128 or 256 columns, f32 through
-//! multiplications of f32; a head that is narrower than its tile is padded in shared memory.
+//! 16-bit tensors use tensor cores in tiles of 64, 96, 128 or 256 columns; f32 tensors use f32
+//! multiplications. A head narrower than its tile is padded in shared memory.
 //!
-//! There are second kernels for Hopper, by its asynchronous products and tensor copies, which are
-//! used where they can be ([`Kernels`]); the environment variable `MEGATRON_ATTENTION=mma` has the
-//! others used there, too, and `one-pass` has gradients of heads of 64 columns computed at once.
+//! Hopper has additional kernels, which use its asynchronous products and tensor copies where
+//! possible ([`Kernels`]). The environment variable `MEGATRON_ATTENTION=mma` selects the other
+//! kernels there, too; `one-pass` computes the gradients of heads of 64 columns in one pass.
 
 mod hopper;
 
@@ -22,32 +22,32 @@ use crate::tensor::gpu::memory::suffix;
 use crate::tensor::gpu::{DevicePointer, Gpu, THREADS};
 use crate::{Error, Result};
 
-/// The widest head that there are kernels for.
+/// Widest head that the kernels support.
 const WIDEST: usize = 256;
-/// Positions that a block of `attention_attend` takes, and heads that it weighs side by side: those
-/// of `cuda/attention_cached.cu`.
+/// Positions that a block of `attention_attend` takes, and heads that it processes side by side: as
+/// in `cuda/attention_cached.cu`.
 const PIECE: usize = 256;
 const HEADS: usize = 8;
 
 /// The environment variable that chooses kernels.
 const VARIABLE: &str = "MEGATRON_ATTENTION";
 
-/// Which kernels 16-bit tensors go through.
+/// The kernels for 16-bit tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kernels {
-    /// Those for compute capability 8.0 and later (`mma.sync`), on every GPU.
+    /// The kernels for compute capability 8.0 and later (`mma.sync`), on every GPU.
     Mma,
-    /// On Hopper, for heads of 64 or 128 columns without dropout, by `wgmma` and tensor copies;
-    /// else [`Kernels::Mma`].
+    /// On Hopper, for heads of 64 or 128 columns without dropout: kernels with `wgmma` and tensor
+    /// copies. Otherwise [`Kernels::Mma`].
     Hopper,
-    /// As [`Kernels::Hopper`], but gradients of heads of 64 columns are computed in one pass rather
-    /// than two, with sums of f32 of as many elements as the heads in memory.
+    /// As [`Kernels::Hopper`], but gradients of heads of 64 columns are computed in one pass
+    /// instead of two. This needs f32 sums in memory, as many as the heads have elements.
     OnePass,
 }
 
 impl Kernels {
-    /// Those that `MEGATRON_ATTENTION` names, `mma`, `hopper` or `one-pass`; without it,
-    /// [`Kernels::Hopper`]. Read once.
+    /// The kernels that `MEGATRON_ATTENTION` names: `mma`, `hopper` or `one-pass`. If it is not
+    /// set, [`Kernels::Hopper`]. Read once.
     ///
     /// # Errors
     /// A message for the user if it names no kernels.
@@ -66,7 +66,7 @@ impl Kernels {
     }
 }
 
-/// What kernels are told of a call: `Attention` of `cuda/include/attention.cuh`.
+/// A kernel's arguments for a call: `Attention` of `cuda/include/attention.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Call {
@@ -87,18 +87,18 @@ struct Call {
     threshold: u32,
     first_head: u32,
     kept: f32,
-    /// 1 where the step is on the device, before the samples, and the key is without it.
+    /// 1 if the step is on the device, before the samples, and the key does not include the step.
     step_on_device: u32,
 }
 
-/// A call, and what its pointers point to.
+/// A call, and the lists that its pointers refer to.
 struct Prepared {
     call: Call,
     _lists: [Option<Tensor>; 2],
 }
 
 impl Prepared {
-    /// `tensors` are those that kernels read and write by rows of heads.
+    /// `tensors` are those that kernels access by rows of heads.
     fn new(
         op: &'static str,
         like: &Tensor,
@@ -120,8 +120,8 @@ impl Prepared {
                 Error::shape(op, format!("{what} = {n} is too large for a GPU's kernel"))
             })
         };
-        // Lists of their own: under a graph samples are on the device, and the slopes have to be
-        // found as they were before.
+        // Separate lists: under a graph, samples are on the device, while the slopes must be found
+        // by their values as before.
         let list = |words: Vec<u32>| {
             let n = words.len();
             let list = constant(words, n, like.device())?;
@@ -150,14 +150,14 @@ impl Prepared {
         let call = Call {
             first_keys: first_keys.map_or(0, |first_keys| first_keys.address()),
             slopes: at(&slopes),
-            // Two words behind the step.
+            // Samples follow the two words of the step.
             samples: on_device.map_or(at(&samples), |both| both.offset(4 * 2).address()),
             s: number("s", s)?,
             b: number("b", b)?,
             groups: number("groups", shape.groups)?,
             heads_per_group: number("heads per group", shape.heads_per_group)?,
             head_dim: number("head dimension", shape.head_dim)?,
-            // A window that hides nothing is none.
+            // A window that hides nothing counts as none.
             window: scores
                 .window
                 .filter(|&window| window < s)
@@ -178,8 +178,8 @@ impl Prepared {
     }
 }
 
-/// A kernel's tile: threads of a block, queries and keys of it, and how many rows of the tile's
-/// columns are in shared memory.
+/// A kernel's tile: threads per block, queries and keys per tile, and the number of rows of the
+/// tile's columns in shared memory.
 struct Tile {
     threads: u32,
     queries: usize,
@@ -187,10 +187,11 @@ struct Tile {
     rows: usize,
 }
 
-/// The columns of tiles for a head, and the bytes of `rows` of them in shared memory.
+/// Columns of the tiles for a head. [`Width::shared`] gives the bytes of their rows in shared
+/// memory.
 struct Width {
     dim: usize,
-    /// Bytes of a row.
+    /// Bytes per row.
     row: usize,
 }
 
@@ -199,7 +200,7 @@ impl Width {
         let dims: &[usize] =
             if dtype == DType::F32 { &[64, 128, 256] } else { &[64, 96, 128, 256] };
         let dim = dims.iter().copied().find(|&dim| head_dim <= dim).unwrap_or(WIDEST);
-        // 16 bytes of padding: cuda/include/tiles.cuh and cuda/attention_f32.cu.
+        // 16 bytes of padding, as in cuda/include/tiles.cuh and cuda/attention_f32.cu.
         Self { dim, row: dim * dtype.size_in_bytes() + 16 }
     }
 
@@ -207,7 +208,7 @@ impl Width {
         (rows * self.row) as u32
     }
 
-    /// Queries and keys of a square tile of f32.
+    /// Queries and keys of a square f32 tile.
     fn square(&self) -> usize {
         if self.dim <= 128 { 32 } else { 16 }
     }
@@ -270,8 +271,8 @@ pub(crate) fn forward(
     Ok((out, lse))
 }
 
-/// As [`crate::tensor::arguments::attention::attention_backward`], whose shapes were checked, and
-/// whether the gradients of rotated queries and keys were turned back.
+/// As [`crate::tensor::arguments::attention::attention_backward`]; shapes must have been checked.
+/// Also returns whether the gradients of rotated queries and keys were rotated back.
 pub(crate) fn backward(
     op: &'static str,
     [dout, qkv, out, lse]: [&Tensor; 4],
@@ -291,8 +292,8 @@ pub(crate) fn backward(
     let (gpu, prepared) =
         Prepared::new(op, qkv, geometry, scores, mask, &[packed, douts, dpacked])?;
 
-    // Numbers of pieces of work, which the first kernel clears and those for Hopper count, and of
-    // turns.
+    // Counters of pieces of work, for the Hopper kernels, and of turns. The first kernel clears
+    // them.
     let on_hopper = hopper::takes(op, &gpu, &prepared, geometry, dtype)?;
     let one_pass = on_hopper && hopper::takes_one_pass(op, geometry)?;
     let cleared = 2 + if one_pass { hopper::turns(geometry) } else { 0 };
@@ -347,7 +348,7 @@ pub(crate) fn backward(
             ("attention_f32", weights(square, 2), tile(), tile())
         }
         (_, dim) => {
-            // What is on the left of products stays; tiles of what is on the right come in turns.
+            // Left operands of products stay resident; tiles of right operands are streamed.
             let tile = |queries: usize, keys: usize, stays: usize, comes: usize| Tile {
                 threads: 128,
                 queries,
@@ -365,7 +366,7 @@ pub(crate) fn backward(
         }
     };
     let dropout = if mask.is_some() && dtype != DType::F32 { "dropout_" } else { "" };
-    // Registers hold the gradients of wide keys or those of wide values: two blocks.
+    // For wide heads, registers hold either the gradients of keys or those of values: two blocks.
     let halves = if dtype != DType::F32 && width.dim == 256 { 2 } else { 1 };
     let grids = [
         (
@@ -402,7 +403,7 @@ pub(crate) fn backward(
     Ok((dqkv, false))
 }
 
-/// As [`crate::tensor::arguments::attention::attention_cached`], whose arguments were checked.
+/// As [`crate::tensor::arguments::attention::attention_cached`]; arguments must have been checked.
 pub(crate) fn cached(
     op: &'static str,
     qkv: &Tensor,
@@ -417,7 +418,7 @@ pub(crate) fn cached(
     let packed = gpu.input(qkv, dtype, op, "qkv")?;
     let cached = gpu.inplace(cache, dtype, op, "cache")?;
     let from_the_start = starts.iter().all(|&start| start == 0);
-    // A window is one of all positions, not of the new ones.
+    // The window applies to all positions, not only to the new ones.
     let window = scores.window.filter(|&window| starts.iter().any(|start| start + n > window));
     let (gpu, mut prepared) = Prepared::new(
         op,
@@ -429,7 +430,7 @@ pub(crate) fn cached(
     )?;
     prepared.call.window = window.unwrap_or(0) as u32;
     let first: Vec<u32> = starts.iter().map(|&start| start as u32).collect();
-    // The same for every layer.
+    // This list is the same for every layer.
     let first = constant(first, b, qkv.device())?;
     let starts_at = gpu.input(&first, DType::U32, op, "starts")?;
     let grid = [blocks(op, n, 1)?, blocks_y(op, b, 1)?, 1];
@@ -445,7 +446,7 @@ pub(crate) fn cached(
         },
     )?;
     if from_the_start {
-        // A prompt: what the new tokens see is what there is.
+        // A prompt: there are no tokens before the new ones.
         return forward(op, qkv, geometry, scores, None).map(|(out, _)| out);
     }
     let positions = starts.iter().max().map_or(0, |start| start + n);

@@ -1,4 +1,4 @@
-//! Attention over a cache is that over a sequence.
+//! Attention over a cache gives the same results as over a whole sequence.
 
 use super::*;
 use candle_core::{DType, Device};
@@ -18,7 +18,7 @@ fn difference(a: &Tensor, b: &Tensor) -> f64 {
 #[test]
 fn tokens_fed_in_any_portions_give_what_the_whole_sequence_gives() {
     let slopes = [0.5, 0.25, 0.125, 0.06, 0.03, 0.015];
-    // Of less and of more positions than are computed at a time.
+    // One case has fewer positions than are computed at a time, one more.
     let lengths: [(usize, usize, &[&[usize]]); 2] = [
         (5, 11, &[&[11], &[4, 7], &[1; 11]]),
         (40, 71, &[&[71], &[34, 37], &[64, 1, 1, 1, 4], &[1; 71]]),

@@ -1,22 +1,22 @@
-//! Which ranges of an arena are free.
+//! The free ranges of an arena.
 
 use std::collections::BTreeMap;
 
 /// Free ranges, in offsets from the arena's beginning. No two touch.
 #[derive(Debug)]
 pub struct FreeList {
-    /// Lengths by where they begin. The last one reaches the arena's end, unless the arena is all
-    /// but full.
+    /// Lengths by begin. The last range reaches the arena's end, unless the arena is full up to its
+    /// end.
     by_begin: BTreeMap<usize, usize>,
-    /// What lies beyond has never been lent.
+    /// Everything beyond has never been lent.
     lent_up_to: usize,
 }
 
-/// What was taken.
+/// A range that was taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     pub begin: usize,
-    /// How much of it, from its beginning on, was lent before.
+    /// Length of the part, from its beginning, that was lent before.
     pub used: usize,
 }
 
@@ -25,7 +25,7 @@ impl FreeList {
         Self { by_begin: BTreeMap::new(), lent_up_to: 0 }
     }
 
-    /// Takes the first `len` of the first hole that has as many; none if none has.
+    /// Takes the first `len` of the first hole that is large enough; none if there is no such hole.
     pub fn take_first(&mut self, len: usize) -> Option<Place> {
         let (&begin, &hole) = self.by_begin.iter().find(|&(_, &hole)| hole >= len)?;
         self.by_begin.remove(&begin);
@@ -33,8 +33,8 @@ impl FreeList {
         Some(self.lend(begin, len))
     }
 
-    /// Takes the last `len` of the last hole between blocks that has as many, or else the first
-    /// `len` behind all blocks.
+    /// Takes the last `len` of the last hole between blocks that is large enough, or else the first
+    /// `len` after all blocks.
     pub fn take_last(&mut self, len: usize) -> Option<Place> {
         let between = self.by_begin.iter().rev().skip(1).find(|&(_, &hole)| hole >= len);
         let Some((&begin, &hole)) = between else { return self.take_first(len) };
@@ -43,7 +43,7 @@ impl FreeList {
         Some(self.lend(begin + hole - len, len))
     }
 
-    /// Gives back what was taken, or a part of it.
+    /// Gives back a range that was taken, or a part of one.
     pub fn give(&mut self, mut begin: usize, mut len: usize) {
         if let Some((&before, &its_len)) = self.by_begin.range(..begin).next_back()
             && before + its_len == begin
@@ -57,7 +57,7 @@ impl FreeList {
         self.insert(begin, len);
     }
 
-    /// Takes `more` right behind what ends at `end`; none if as much is not free there.
+    /// Takes `more` directly after `end`; none if that much is not free there.
     pub fn extend(&mut self, end: usize, more: usize) -> Option<Place> {
         let hole = *self.by_begin.get(&end)?;
         let rest = hole.checked_sub(more)?;
@@ -93,7 +93,7 @@ mod tests {
         place.map(|place| place.begin)
     }
 
-    /// Blocks of 100, 10, 50, 10, 70, 10, of which the first, third and fifth were given back.
+    /// Blocks of 100, 10, 50, 10, 70, 10. The first, third and fifth were given back.
     fn fragmented() -> FreeList {
         let mut free = free_list(1000);
         let blocks =

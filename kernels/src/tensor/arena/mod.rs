@@ -1,16 +1,16 @@
-//! Where large blocks of a training process lie: in address space of their own, apart from small
-//! ones.
+//! An arena for the large blocks of a training process: its own address space, apart from small
+//! blocks.
 //!
-//! A step takes and drops the same large blocks over and over, in an order of its own. On the heap
-//! small blocks come and go between them, and some stay: one that took a piece of the hole that a
-//! large block had left would send the next such block to the heap's end, and the peak of memory
-//! would depend on chance. Here only large blocks split holes.
+//! A step takes and drops the same large blocks over and over, in its own order. On the heap, small
+//! blocks come and go between them, and some stay. A small block in the hole that a large one left
+//! would send the next large block to the heap's end, so the peak of memory would depend on chance.
+//! In the arena only large blocks split holes.
 //!
-//! Blocks take the first hole that is large enough, from its beginning. What outlives the blocks
-//! around it, as gradients do the activations of a backward pass, should lie [`at_the_end`] of the
-//! last one: activations are then a pile that shrinks from its end, gradients one that grows
-//! towards it, and what is free lies between them in one piece. Gradients of the sizes that
-//! activations leave behind, but for a bias more, would fit none of their holes.
+//! A block takes the first hole that is large enough, from the hole's beginning. Blocks that
+//! outlive the blocks around them belong [`at_the_end`] of the last hole: gradients, for example,
+//! outlive the activations of a backward pass. Then activations are a pile that shrinks from its
+//! end, gradients a pile that grows towards it, and the free memory between them is one piece. In
+//! the holes of activations, gradients of the same size plus a bias would not fit.
 
 mod free_list;
 
@@ -22,16 +22,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use self::free_list::{FreeList, Place};
 use crate::tensor::allocator::LINE;
 
-/// Blocks from this size on lie in the arena.
+/// Blocks of at least this size lie in the arena.
 const LARGE: usize = 256 << 10;
 
 /// Where the arena begins, and its length; 0 while there is none.
 static BEGIN: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 static LEN: AtomicUsize = AtomicUsize::new(0);
-/// What of it is free. None of the blocks that this needs itself is large.
+/// The free ranges. The list's own blocks are never large, so locking it cannot recurse.
 static FREE: Mutex<FreeList> = Mutex::new(FreeList::new());
 
-/// Where blocks lie.
+/// Where new blocks are placed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
     Beginning,
@@ -41,7 +41,7 @@ enum At {
 }
 
 thread_local! {
-    /// Where this thread's blocks lie.
+    /// Where this thread's blocks are placed.
     static AT: Cell<At> = const { Cell::new(At::Beginning) };
 }
 
@@ -56,14 +56,14 @@ fn at<T>(at: At, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Calls `f`, whose blocks, on this thread, outlive those before and after it: they take the last
-/// hole that is large enough, from its end.
+/// Calls `f`. This thread's blocks from within `f` outlive those before and after it, so they take
+/// the last hole that is large enough, from the hole's end.
 pub fn at_the_end<T>(f: impl FnOnce() -> T) -> T {
     at(At::End, f)
 }
 
-/// Calls `f`, whose blocks, on this thread, stay for as long as it runs: they lie on the heap,
-/// since wherever they lay in the arena, they would split for ever what is free there.
+/// Calls `f`. This thread's blocks from within `f` stay for as long as the process runs, so they
+/// lie on the heap. Anywhere in the arena they would split its free memory for ever.
 pub fn outside<T>(f: impl FnOnce() -> T) -> T {
     at(At::Outside, f)
 }
@@ -72,24 +72,24 @@ fn free_list() -> MutexGuard<'static, FreeList> {
     FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Reserves address space, as much as the machine has memory, for the large blocks of this process
-/// from now on. What does not fit lies on the heap, and everything where address space is limited
-/// (`ulimit -v`, `ulimit -d`) or the system reserves none without memory behind it.
+/// Reserves address space for the large blocks of this process from now on: as much as the machine
+/// has memory. Blocks that do not fit lie on the heap. So do all blocks if address space is limited
+/// (`ulimit -v`, `ulimit -d`) or the system only reserves address space together with memory.
 ///
-/// Memory is taken when a block is written to, on huge pages where the system has them, and kept
-/// for the next block.
+/// Memory is taken when a block is first written to, on huge pages where the system has them, and
+/// kept for the next block.
 pub fn open() {
     let mut free = free_list();
     if LEN.load(Ordering::Relaxed) != 0 || address_space_is_limited() {
         return;
     }
-    // SAFETY: asks for two numbers.
+    // SAFETY: only asks for two numbers.
     let (pages, page) =
         unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     let (Ok(pages), Ok(page)) = (usize::try_from(pages), usize::try_from(page)) else { return };
     let len = pages.saturating_mul(page);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a mapping wherever the system has room for it.
+    // SAFETY: a new mapping at an address that the system chooses.
     let begin = unsafe {
         libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0)
     };
@@ -97,7 +97,7 @@ pub fn open() {
         return;
     }
     #[cfg(target_os = "linux")]
-    // SAFETY: the call changes how pages are kept, not what they hold. Systems without huge pages
+    // SAFETY: the call changes the kind of pages, not their contents. Systems without huge pages
     // refuse, which changes nothing.
     unsafe {
         libc::madvise(begin, len, libc::MADV_HUGEPAGE);
@@ -107,24 +107,24 @@ pub fn open() {
     LEN.store(len, Ordering::Release);
 }
 
-/// Whether this process may have only so much address space, or that cannot be known.
+/// Whether this process has a limit on address space, or the limit cannot be read.
 fn address_space_is_limited() -> bool {
     [libc::RLIMIT_AS, libc::RLIMIT_DATA].into_iter().any(|resource| {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: writes the limits.
+        // SAFETY: writes only `limit`.
         unsafe {
             libc::getrlimit(resource, &raw mut limit) != 0 || limit.rlim_cur != libc::RLIM_INFINITY
         }
     })
 }
 
-/// Bytes that a block of `size` takes: whole lines, as all of the arena's blocks begin with one;
-/// and `apart`.
+/// Bytes that a block of `size` takes: [`APART`](crate::tensor::allocator::APART) more, in whole
+/// cache lines, because all blocks of the arena begin with a line.
 fn room(size: usize) -> Option<usize> {
     size.checked_add(crate::tensor::allocator::APART)?.checked_next_multiple_of(LINE)
 }
 
-/// Whether a block for `layout` lies here, as long as there is room.
+/// Whether a block for `layout` belongs in the arena, as long as there is room.
 pub fn is_for(layout: Layout) -> bool {
     layout.size() >= LARGE
         && layout.align() <= LINE
@@ -132,8 +132,8 @@ pub fn is_for(layout: Layout) -> bool {
         && AT.get() != At::Outside
 }
 
-/// A block for `layout`, and how much of its beginning may hold something else than zeros; none if
-/// it is not for the arena, or has no place there.
+/// A block for `layout`, and the length of its leading part that may hold other values than zero;
+/// none if the block does not belong in the arena, or has no room there.
 pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
     if !is_for(layout) {
         return None;
@@ -148,13 +148,13 @@ pub fn take(layout: Layout) -> Option<(*mut u8, usize)> {
     Some((unsafe { BEGIN.load(Ordering::Relaxed).add(begin) }, used.min(layout.size())))
 }
 
-/// Where in the arena a block lies; none if it does not.
+/// A block's offset in the arena; none if the block does not lie there.
 fn offset(block: *mut u8) -> Option<usize> {
     let len = LEN.load(Ordering::Acquire);
     block.addr().checked_sub(BEGIN.load(Ordering::Relaxed).addr()).filter(|&offset| offset < len)
 }
 
-/// Whether a block lies here.
+/// Whether a block lies in the arena.
 pub fn holds(block: *mut u8) -> bool {
     offset(block).is_some()
 }
@@ -162,7 +162,7 @@ pub fn holds(block: *mut u8) -> bool {
 /// Gives back a block of `size` bytes; false if it does not lie in the arena.
 ///
 /// # Safety
-/// If it lies in the arena, it came from [`take`], was last asked for with `size`, and is not used
+/// A block in the arena must come from [`take`], have `size` as its latest size, and not be used
 /// any more.
 pub unsafe fn give(block: *mut u8, size: usize) -> bool {
     match (offset(block), room(size)) {
@@ -174,11 +174,11 @@ pub unsafe fn give(block: *mut u8, size: usize) -> bool {
     }
 }
 
-/// Makes a block of `old` bytes one of `new`, where it lies; false if it does not lie in the arena,
-/// has no room, or is not large any more.
+/// Resizes a block from `old` to `new` bytes in place. False if the block does not lie in the
+/// arena, has no room to grow, or would no longer be large.
 ///
 /// # Safety
-/// As [`give`], but for the last: what the block holds, up to `new`, it holds afterwards.
+/// As [`give`], except that the block stays in use. It keeps its contents up to `new`.
 pub unsafe fn resize(block: *mut u8, old: usize, new: usize) -> bool {
     let (Some(begin), Some(old), Some(room)) = (offset(block), room(old), room(new)) else {
         return false;

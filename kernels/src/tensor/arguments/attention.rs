@@ -1,4 +1,4 @@
-//! Heads, and which keys a query sees, drops, and how much.
+//! Attention heads, and the keys that a query sees: their scores, masks and dropout.
 
 use candle_core::{DType, Tensor};
 
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 pub struct HeadShape {
     /// Key/value heads.
     pub groups: usize,
-    /// Query heads that share one of them.
+    /// Query heads that share one key/value head.
     pub heads_per_group: usize,
     /// Width of a head.
     pub head_dim: usize,
@@ -44,22 +44,22 @@ impl HeadShape {
     }
 }
 
-/// Which keys a query sees, and how the product with one becomes a score: scale · q·k + slope ·
-/// (position of k − position of q).
+/// The keys that a query sees, and the score of each: scale · q·k + slope · (position of k −
+/// position of q).
 ///
-/// A query sees the keys up to its own position that no field hides. A bare scale converts into it:
-/// none is hidden.
+/// A query sees the keys up to its own position, except those that a field hides. A bare scale
+/// converts to `Scores` that hide no key.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores<'a> {
     pub scale: f64,
     /// A slope for each local query head (ALiBi); `None`: no such term.
     pub alibi: Option<&'a [f64]>,
-    /// How many keys a query sees at most, its own included (the sliding window of Beltagy et al.
-    /// 2020).
+    /// Largest number of keys that a query sees, its own included (the sliding window of Beltagy et
+    /// al. 2020).
     pub window: Option<usize>,
-    /// u32 `[b, s]`: the first key that a sample's query sees, such as the first token of its
-    /// document; no later than the query itself, and never falling along s. Checked on the CPU; a
-    /// GPU's is not read by the host.
+    /// u32 `[b, s]`: the first key that each query sees, such as the first token of its document.
+    /// Not later than the query itself, and never decreasing along s. Checked on the CPU only: the
+    /// host does not read a GPU's.
     pub first_keys: Option<&'a Tensor>,
 }
 
@@ -102,12 +102,12 @@ pub struct AttentionDropout<'a> {
     pub samples: &'a [u64],
     /// Global index of the first local query head.
     pub first_head: usize,
-    /// See [`step_and_samples`](crate::ops::dropout::step_and_samples): on a GPU, read instead of
+    /// See [`step_and_samples`](crate::ops::dropout::step_and_samples): a GPU reads this instead of
     /// the key's step and the samples.
     pub step_and_samples: Option<&'a Tensor>,
 }
 
-/// Where things lie in packed tensors.
+/// Offsets and strides in packed tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Geometry {
     pub s: usize,
@@ -116,12 +116,12 @@ pub(crate) struct Geometry {
 }
 
 impl Geometry {
-    /// Distance between positions in qkv.
+    /// Stride of positions in qkv.
     pub fn qkv_stride(&self) -> usize {
         self.b * self.shape.width()
     }
 
-    /// Distance between positions in the output.
+    /// Stride of positions in the output.
     pub fn out_stride(&self) -> usize {
         self.b * self.shape.heads() * self.shape.head_dim
     }
@@ -138,14 +138,14 @@ impl Geometry {
     }
 }
 
-/// An [`AttentionDropout`] made ready.
+/// An [`AttentionDropout`] prepared for kernels.
 pub(crate) struct Mask<'a> {
     pub key: [u32; 4],
-    /// [`DropoutKey::without_step`]
+    /// [`DropoutKey::without_step`].
     #[cfg(gpu)]
     pub without_step: [u32; 4],
     pub threshold: u32,
-    /// 1/(1−p)
+    /// 1/(1−p).
     pub scale: f64,
     pub samples: &'a [u64],
     pub first_head: usize,

@@ -1,11 +1,11 @@
-//! What a step makes of its gradients.
+//! The decision on a step's gradients: norm, factor, and whether the step is applied.
 
 use candle_core::Tensor;
 
 use crate::tensor::device::to_host;
 use crate::{Error, Result};
 
-/// What a step makes of its gradients. On their device.
+/// The decision on a step's gradients, kept on their device.
 #[derive(Clone, Debug)]
 pub struct Verdict(pub(crate) Tensor);
 
@@ -14,22 +14,22 @@ pub struct Verdict(pub(crate) Tensor);
 pub struct Decided {
     /// Norm of the gradient before clipping, without the loss scale.
     pub norm: f32,
-    /// Factor on the gradient: clips it and takes the loss scale away.
+    /// Factor for the gradient: clips it and divides by the loss scale.
     pub factor: f32,
-    /// Whether parameters change: the norm is finite.
+    /// Whether parameters change, which is so if the norm is finite.
     pub applied: bool,
 }
 
 impl Verdict {
-    /// f32 `[3]` on the device: what [`Verdict::read`] reads.
+    /// f32 `[3]` on the device, for [`Verdict::read`].
     pub fn values(&self) -> &Tensor {
         &self.0
     }
 
-    /// The numbers, of [`Verdict::values`] on the host.
+    /// The numbers, from [`Verdict::values`] on the host.
     ///
     /// # Errors
-    /// If these are other values.
+    /// If `values` are not those of a verdict.
     pub fn read(values: &Tensor) -> Result<Decided> {
         match *values.to_vec1::<f32>()? {
             [norm, factor, applied] => Ok(Decided { norm, factor, applied: applied != 0.0 }),
@@ -40,7 +40,7 @@ impl Verdict {
         }
     }
 
-    /// The numbers where nobody has to wait for them: on the CPU.
+    /// The numbers if reading them needs no wait, that is, on the CPU; none on a GPU.
     ///
     /// # Errors
     /// If they cannot be read.
@@ -55,7 +55,7 @@ impl Verdict {
     /// The numbers. Waits for the device.
     ///
     /// # Errors
-    /// What the device says.
+    /// Those of the device.
     pub fn decided(&self) -> Result<Decided> {
         Self::read(&to_host(&self.0)?)
     }

@@ -1,4 +1,4 @@
-//! Which part of a vocabulary a rank has, and what its rows are compared with.
+//! A rank's part of a vocabulary, and the operands of its rows.
 
 use candle_core::Tensor;
 
@@ -6,7 +6,7 @@ use candle_core::Tensor;
 #[derive(Clone, Copy)]
 pub struct Columns {
     pub first: usize,
-    /// Those that are no padding.
+    /// Number of columns that are not padding.
     pub valid: usize,
 }
 
@@ -16,6 +16,6 @@ pub struct Rows<'a> {
     pub max: &'a Tensor,
     pub sum_exp: &'a Tensor,
     pub targets: &'a Tensor,
-    /// dL/d(token loss)
+    /// dL/d(token loss).
     pub row_scale: &'a Tensor,
 }

@@ -1,7 +1,7 @@
-//! Which elements dropout drops.
+//! The elements that dropout drops.
 //!
-//! An element's word is Philox keyed by (seed, step, layer, site) at counter (global token, hidden
-//! index / 4).
+//! An element's random word is Philox keyed by (seed, step, layer, site) at counter (global token,
+//! hidden index / 4).
 
 use candle_core::{DType, Device, Tensor};
 
@@ -10,7 +10,7 @@ use crate::tensor::philox::{WordRow, philox4x32, words};
 use crate::tensor::view::{expect_dtype, expect_shape};
 use crate::{Error, Result};
 
-/// Which of the run's dropout masks.
+/// Identifies one dropout mask of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DropoutKey {
     pub seed: u64,
@@ -18,29 +18,30 @@ pub struct DropoutKey {
     pub step: u64,
     /// Global number of the layer.
     pub layer: u32,
-    /// Which dropout of the layer.
+    /// Number of the dropout within the layer.
     pub site: u32,
 }
 
 impl DropoutKey {
-    /// Four words that stand for the key: two as Philox' key, two for its counter.
+    /// Four words that represent the key: two for the key of Philox, two for its counter.
     pub(crate) fn derive(self) -> [u32; 4] {
         let [step0, step1] = words(self.step);
         let [k0, k1, layer, site] = self.without_step();
         philox4x32([step0, step1, layer, site], [k0, k1])
     }
 
-    /// What they are made of besides the step.
+    /// The inputs of [`DropoutKey::derive`] without the step.
     pub(crate) fn without_step(self) -> [u32; 4] {
-        // Initial values use the seed itself as key; complemented, the two never meet.
+        // Initial values use the seed itself as key. Its complement keeps the two key spaces apart.
         let [k0, k1] = words(!self.seed);
         [k0, k1, self.layer, self.site]
     }
 }
 
-/// A training step and the global numbers of a microbatch's samples on a device, u32 `[2 + 2·b]`,
-/// words of lower value first: what changes of dropout from one microbatch to the next. A CUDA
-/// graph's kernels read them there, since they would repeat numbers of the host's.
+/// A training step and the global numbers of a microbatch's samples on a device: u32 `[2 + 2·b]`,
+/// low words first. These are the parts of dropout that change between microbatches. Kernels of a
+/// CUDA graph read them from the device, because numbers passed by the host would repeat at every
+/// launch.
 ///
 /// # Errors
 /// If there is no memory.
@@ -51,7 +52,7 @@ pub fn step_and_samples(step: u64, samples: &[u64], device: &Device) -> Result<T
 }
 
 /// # Errors
-/// If there is a tensor that is not of the form that [`step_and_samples`] gives.
+/// If there is a tensor, and it does not have the form of [`step_and_samples`].
 pub(crate) fn expect_step_and_samples(
     op: &'static str,
     t: Option<&Tensor>,
@@ -72,7 +73,7 @@ pub struct Tokens<'a> {
     pub seq_offset: usize,
     /// Length of the whole sequence.
     pub seq_len: usize,
-    /// See [`step_and_samples`]: on a GPU, read instead of the key's step and the samples.
+    /// See [`step_and_samples`]: a GPU reads this instead of the key's step and the samples.
     pub step_and_samples: Option<&'a Tensor>,
 }
 
@@ -93,14 +94,14 @@ pub(crate) fn threshold(p: f64, op: &'static str) -> Result<u32> {
     Ok((p * 4_294_967_296.0).round().min(4_294_967_295.0) as u32)
 }
 
-/// A [`Dropout`] made ready for rows of an activation.
+/// A [`Dropout`] prepared for the rows of an activation.
 pub(crate) struct Mask<'a> {
     pub key: [u32; 4],
-    /// [`DropoutKey::without_step`]
+    /// [`DropoutKey::without_step`].
     #[cfg(gpu)]
     pub without_step: [u32; 4],
     pub threshold: u32,
-    /// 1 / (1 − p)
+    /// 1 / (1 − p).
     pub scale: f64,
     pub tokens: Tokens<'a>,
 }
@@ -128,7 +129,7 @@ impl<'a> Mask<'a> {
         })
     }
 
-    /// Fills `out` with the words of row `row` (= s · b + b).
+    /// Fills `out` with the words of row `row` (= position · number of samples + sample).
     #[inline(always)]
     pub fn fill(&self, row: usize, out: &mut [u32]) {
         let (s, b) = (row / self.tokens.samples.len(), row % self.tokens.samples.len());

@@ -1,5 +1,5 @@
-//! Shapes, masks, rules and settings that operations are called with, read by the kernels of both
-//! kinds of device.
+//! Arguments of operations: shapes, masks, rules and settings. The kernels of CPU and GPU both read
+//! them.
 
 pub mod attention;
 pub mod clip;

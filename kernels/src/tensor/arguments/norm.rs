@@ -1,17 +1,17 @@
-//! What the backward pass of a norm reads and adds to.
+//! Operands of a norm's backward pass.
 
 use candle_core::Tensor;
 
-/// What backward needs of forward, per row: `[rows]` each, in f32 (f64 for f64 inputs).
+/// Results of forward that backward needs, per row: `[rows]` each, in f32 (f64 for f64 inputs).
 #[derive(Clone, Debug)]
 pub struct NormStats {
     /// The mean; RMSNorm has none.
     pub mean: Option<Tensor>,
-    /// 1 / √(variance + eps), or of the mean square.
+    /// 1 / √(variance + eps); for RMSNorm, 1 / √(mean square + eps).
     pub rstd: Tensor,
 }
 
-/// What backward reads and adds to.
+/// Tensors that backward reads and adds to.
 pub(crate) struct Backward<'a> {
     pub dy: &'a Tensor,
     pub x: &'a Tensor,

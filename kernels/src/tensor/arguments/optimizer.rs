@@ -18,7 +18,7 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// Number of this step, from 1.
     pub step: u64,
-    /// Factor on the gradient before anything else (clipping, loss scale).
+    /// Factor for the gradient, applied before anything else (clipping, loss scale).
     pub grad_scale: f32,
 }
 
@@ -29,18 +29,18 @@ pub struct Sgd {
     pub momentum: f64,
     /// L2: added to the gradient as weight_decay·p.
     pub weight_decay: f64,
-    /// Factor on the gradient before anything else.
+    /// Factor for the gradient, applied before anything else.
     pub grad_scale: f32,
 }
 
-/// A tensor of a step that there may be none of.
+/// An optional tensor of a step.
 pub(crate) type Maybe<'a> = Option<&'a Tensor>;
 
-/// The tensors of a step: equally long and, but for `weight`, halves and states in bf16, of one
-/// dtype; all in storages of their own.
+/// The tensors of a step, equally long and each in a storage of its own. All have one dtype, except
+/// `weight`, halves, and states in bf16.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
-    /// The parameters; of dtype i16 the low halves of f32 ones, whose high halves are `weight`.
+    /// The parameters; if i16, the low halves of f32 parameters, with `weight` as the high halves.
     pub p: &'a Tensor,
     /// Gets the new parameters, rounded.
     pub weight: Maybe<'a>,
@@ -60,14 +60,14 @@ impl Operands<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub len: usize,
-    /// Whether the step's weight decay is theirs.
+    /// Whether the step's weight decay applies to them.
     pub decays: bool,
-    /// How their second moments are rounded, where these are bf16.
+    /// How second moments in bf16 are rounded.
     pub rounding: StochasticRounding,
 }
 
 impl Segment {
-    /// All of `t`, which is a parameter of its own.
+    /// All of `t`, as one parameter.
     pub(crate) fn all(t: &Tensor, step: u64) -> [Self; 1] {
         [Self {
             len: t.elem_count(),
@@ -76,7 +76,7 @@ impl Segment {
         }]
     }
 
-    /// Those of the elements `part` of what `segments` are.
+    /// The segments of the elements `part` within `segments`.
     pub fn of_part(segments: &[Self], part: Range<usize>) -> Vec<Self> {
         let mut end = 0;
         let clip = |segment: &Self| {

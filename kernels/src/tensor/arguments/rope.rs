@@ -22,7 +22,7 @@ impl RopeTable {
     /// same angles.
     ///
     /// # Errors
-    /// If `head_dim` is odd or the dtype is no float.
+    /// If `head_dim` is odd or the dtype is not a float.
     pub fn new(
         positions: usize,
         head_dim: usize,
@@ -37,11 +37,11 @@ impl RopeTable {
         Self::with_frequencies(positions, &rope_frequencies(head_dim, base), dtype, device)
     }
 
-    /// As [`RopeTable::new`], for angles position · frequency: scaled frequencies stretch the
+    /// As [`RopeTable::new`], for angles position · frequency. Scaled frequencies stretch the
     /// context.
     ///
     /// # Errors
-    /// If the dtype is no float.
+    /// If the dtype is not a float.
     pub fn with_frequencies(
         positions: usize,
         frequencies: &[f64],
@@ -68,7 +68,7 @@ impl RopeTable {
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
 
-    /// Positions that it has, for heads of `head_dim` columns.
+    /// Number of positions in the table, for heads of `head_dim` columns.
     pub(crate) fn rows(&self, head_dim: usize) -> Result<usize> {
         let half = head_dim / 2;
         match (self.cos.dims(), self.sin.dims()) {
@@ -88,16 +88,16 @@ pub fn rope_frequencies(head_dim: usize, base: f64) -> Vec<f64> {
     (0..head_dim / 2).map(|i| 1.0 / base.powf(2.0 * i as f64 / head_dim as f64)).collect()
 }
 
-/// How the queries and keys of packed `qkv [s, b, …]` are rotated before they meet.
+/// The rotation of the queries and keys of packed `qkv [s, b, …]` before they are multiplied.
 #[derive(Clone, Copy)]
 pub struct Rotation<'a> {
     pub table: &'a RopeTable,
-    /// Of every row, u32 `[s, b]`; without them row s has position s.
+    /// The position of every row, u32 `[s, b]`; if none, row s has position s.
     pub positions: Option<&'a Tensor>,
 }
 
 impl Rotation<'_> {
-    /// Whether table and positions are those of `[s, b]` rows, so that turning them is no error.
+    /// Whether table and positions fit `[s, b]` rows, so that the rotation cannot fail.
     #[cfg(gpu)]
     pub(crate) fn fits(&self, s: usize, b: usize, shape: HeadShape) -> bool {
         let Ok(rows) = self.table.rows(shape.head_dim) else { return false };
@@ -110,16 +110,16 @@ impl Rotation<'_> {
     }
 }
 
-/// Where the rows of `[s, b]` are in their sequences.
+/// The positions of `[s, b]` rows in their sequences.
 #[derive(Clone, Copy)]
 pub enum Positions<'a> {
-    /// Sample i's begin at the i-th, and follow each other.
+    /// The rows of sample i begin at the i-th offset and are consecutive.
     Offsets(&'a [usize]),
     /// Row by row: u32 `[s, b]`.
     Rows(&'a Tensor),
 }
 
-/// From the first to the last of some positions, which have to be in a table of `rows`.
+/// The range from the first to the last of some positions, which must be within a table of `rows`.
 pub(crate) fn range_of(positions: &[usize], rows: usize, op: &'static str) -> Result<Range<usize>> {
     let (first, last) =
         positions.iter().fold((usize::MAX, 0), |(first, last), &p| (first.min(p), last.max(p)));

@@ -1,26 +1,27 @@
-//! Stochastic rounding that no layout changes.
+//! Stochastic rounding that is independent of the parallel layout.
 
 use crate::tensor::philox::{philox4x32, stream_id, words};
 use crate::{Error, Result};
 
-/// How the elements of a range are rounded to bf16: each up or down by a random number that depends
-/// on the step, the parameter and the element's number in the whole of the parameter alone, so that
-/// every cut of the parameter rounds it alike. In the mean nothing is lost: a second moment that
-/// changes by a thousandth a step, which is less than half of the distance between neighbours in
-/// bf16, would else stay where it is.
+/// How the elements of a range are rounded to bf16: each up or down by a random number.
 ///
-/// The range is a part, from some element on, of a box of the parameter, row by row.
+/// The random number depends only on the step, the parameter, and the element's index in the whole
+/// parameter, so that every partition of the parameter rounds it alike. On average nothing is lost.
+/// With rounding to nearest, a second moment that changes by a thousandth per step would never
+/// move, because that is less than half the distance between neighbours in bf16.
+///
+/// The range is a part of a box of the parameter, row by row, and may begin at any element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StochasticRounding {
     /// See [`StochasticRounding::key`].
     pub key: u32,
-    /// The number of the first element of the row in which the range begins.
+    /// Index in the parameter of the first element of the row in which the range begins.
     pub row: u64,
     /// Elements of that row before the range.
     pub column: u64,
     /// Elements of a row.
     pub width: u64,
-    /// How much larger the numbers of a row are than those of the row before.
+    /// Distance between the indices of a row and the next row.
     pub pitch: u64,
 }
 
@@ -31,18 +32,18 @@ impl Default for StochasticRounding {
 }
 
 impl StochasticRounding {
-    /// Of a parameter that is not cut.
+    /// Rounding of a parameter that is not partitioned.
     pub fn whole(key: u32) -> Self {
         Self { key, row: 0, column: 0, width: u64::MAX, pitch: 0 }
     }
 
-    /// What tells the numbers of a step and a parameter from others.
+    /// A key that distinguishes the random numbers of this step and parameter from others.
     pub fn key(seed: u64, parameter: &str, step: u64) -> u32 {
         let ([a, b], [c, d]) = (words(stream_id(parameter)), words(step));
         philox4x32([a, b, c, d], words(seed))[0]
     }
 
-    /// Of the same range without its first `n` elements.
+    /// Rounding of the same range without its first `n` elements.
     pub(crate) fn skip(self, n: usize) -> Self {
         let column = self.column + n as u64;
         Self {
@@ -52,13 +53,13 @@ impl StochasticRounding {
         }
     }
 
-    /// The words of the first elements, and of how many, at most `len`, and at least one if it is
-    /// not 0.
+    /// The words of the first elements, and the number of these elements: at most `len`, and at
+    /// least one if `len` is not 0.
     #[inline(always)]
     pub(crate) fn words(&self, len: usize) -> (usize, Words) {
         let first = self.row.wrapping_add(self.column);
         let n = (self.width - self.column).min((1 << 32) - (first & 0xFFFF_FFFF));
-        // What they have in common goes into the key.
+        // The high word of the index is common to all of them, so it goes into the key.
         let key = self.key ^ ((first >> 32) as u32).wrapping_mul(0x9E37_79B9);
         (usize::try_from(n).map_or(len, |n| n.min(len)), Words { key, first: first as u32 })
     }
@@ -85,7 +86,7 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// Those of the first `n`.
+    /// The words of the first `n` elements.
     #[inline(always)]
     pub fn take(self, n: usize) -> impl Iterator<Item = u32> {
         (0..n as u32).map(
@@ -95,8 +96,8 @@ impl Words {
     }
 }
 
-/// A bijection whose results look random (two multiplications, "lowbias32" of C. Wellons 2018):
-/// Philox would take longer than the step.
+/// A bijection with results that look random (two multiplications, "lowbias32" of C. Wellons 2018).
+/// Philox would take longer than the step itself.
 #[inline(always)]
 fn mixed(mut x: u32) -> u32 {
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
@@ -118,7 +119,7 @@ mod tests {
         words
     }
 
-    /// A matrix of 7 × 10, whole, and columns 4 to 6 of it, from any element on.
+    /// A whole matrix of 7 × 10, and its columns 4 to 6, starting at any element.
     #[test]
     fn an_element_has_the_same_word_in_every_cut() {
         let key = StochasticRounding::key(1, "weight", 5);
@@ -140,7 +141,7 @@ mod tests {
         assert_ne!(near[5..], all_words(StochasticRounding::whole(7), 5));
     }
 
-    /// Mean, and products of neighbours, of steps and of the two 16-bit halves, are those of
+    /// The mean and the products of neighbours, of steps, and of the two 16-bit halves are those of
     /// independent uniform numbers.
     #[test]
     fn words_look_random() {

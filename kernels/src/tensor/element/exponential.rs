@@ -1,11 +1,11 @@
-//! eˣ and 2ˣ of f32: Cephes' `expf` and `exp2f` (Moshier) in fused multiplications and additions,
-//! which round alike on every machine, and without branches, so that loops over them vectorize.
-//! Errors below 2 ulp.
+//! eˣ and 2ˣ of f32: Cephes' `expf` and `exp2f` (Moshier). They use fused multiplications and
+//! additions, which round alike on every machine, and no branches, so that loops over them
+//! vectorize. Errors are below 2 ulp.
 
 /// 1.5·2²³: adding it leaves the nearest integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
 
-/// eˣ; 0 where that is below the smallest normal number.
+/// eˣ; 0 where the result is below the smallest normal number.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     const LN2_HI: f32 = 0.693_359_4;
@@ -19,17 +19,18 @@ pub fn exp(x: f32) -> f32 {
     for coefficient in [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5, 1.0, 1.0] {
         y = y.mul_add(r, coefficient);
     }
-    // n's low bits go to the exponent, ROUND's are beyond it. 2^128 is no f32, but then y < 1.
+    // The low bits of n move into the exponent; ROUND's bits are shifted out. 2^128 is not an f32,
+    // but then y < 1.
     let y = f32::from_bits(y.to_bits().wrapping_add(t.to_bits() << 23));
     let y = if x <= OVERFLOW { y } else { x + f32::INFINITY };
     if x < UNDERFLOW { 0.0 } else { y }
 }
 
-/// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞.
+/// 2ˣ for x ≥ −126; for smaller x some value from 0 to 2⁻¹²⁶; ∞ for NaN.
 #[inline(always)]
 pub fn exp2(x: f32) -> f32 {
-    // At these ends the exponents below add up to exactly ∞ and 0, so that whatever is beyond needs
-    // no case of its own.
+    // At these limits the exponents below add up to exactly ∞ and 0, so that larger magnitudes need
+    // no case of their own.
     let x = if x < 128.0 { x } else { 128.0 };
     let x = if x > -127.0 { x } else { -127.0 };
     let t = x + ROUND;

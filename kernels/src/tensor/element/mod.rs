@@ -19,12 +19,11 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     const ZERO: Self;
     const ONE: Self;
     const NEG_INFINITY: Self;
-    /// eˣ; for f32, results below the smallest normal number are 0. (Not `exp`: where the type is
-    /// known to be f32, that would be the inherent method, a call into the C library.)
+    /// eˣ; for f32, results below the smallest normal number are 0. (The name is not `exp`: on a
+    /// type known to be f32, that would call the inherent method, which calls the C library.)
     fn fast_exp(self) -> Self;
-    /// 2ˣ from −126 on, and below that something from 0 to 2⁻¹²⁶; of NaN, ∞. Cheaper than
-    /// [`Float::fast_exp`], and no less exact for an argument that was rounded: for the sums 1 + 2ˣ
-    /// of sigmoids.
+    /// 2ˣ for x ≥ −126; for smaller x some value from 0 to 2⁻¹²⁶; ∞ for NaN. Used for the sums 1 +
+    /// 2ˣ of sigmoids: cheaper than [`Float::fast_exp`], and as exact if the argument was rounded.
     fn fast_exp2(self) -> Self;
     /// self · a + b, rounded once.
     fn fused(self, a: Self, b: Self) -> Self;
@@ -33,8 +32,8 @@ pub trait Float: Elem<Acc = Self> + Neg<Output = Self> {
     /// The nearest value to `v`.
     fn of(v: f64) -> Self;
     fn f64(self) -> f64;
-    /// The nearest values of a storage type to `wide`, of which there are as many as elements, each
-    /// rounded once.
+    /// Writes the nearest values of a storage type to `wide`, each rounded once. `wide` and `out`
+    /// are equally long.
     fn narrow_all<'a, E: Elem>(wide: &[Self], out: Uninit<'a, E>) -> &'a mut [E];
 }
 
@@ -131,40 +130,39 @@ impl Float for f64 {
 }
 
 /// An element type that activations and weights are stored in. Kernels load it into [`Elem::Acc`],
-/// compute there, and round once when they store; statistics and gradients of parameters stay in
+/// compute there, and round once when they store. Statistics and gradients of parameters stay in
 /// `Acc`.
 ///
-/// Results of elementwise functions are written by [`Uninit::each`], which widens in registers and
-/// rounds many at once. Loops that change values in place are written for slices of `Acc` alone.
-/// [`Elem::widened`] and [`Elem::update`] give them those: of f32 and f64 the slices themselves, of
-/// 16-bit types converted ones in buffers that stay in the L1 cache.
+/// [`Uninit::each`] writes the results of elementwise functions; it widens in registers and rounds
+/// many values at once. Loops that change values in place are written for slices of `Acc` alone.
+/// [`Elem::widened`] and [`Elem::update`] provide such slices: for f32 and f64 the slices
+/// themselves, for 16-bit types converted copies in buffers that stay in the L1 cache.
 pub trait Elem: HostElem {
-    /// What it is computed in: f32 for 16-bit types, else the type itself.
+    /// The type that kernels compute in: f32 for 16-bit types, else the type itself.
     type Acc: Float;
     fn load(self) -> Self::Acc;
     /// The nearest value, ties to even; NaN stays NaN.
     fn store(v: Self::Acc) -> Self;
     /// The nearest value, ties to even; NaN stays NaN.
     fn of_f64(v: f64) -> Self;
-    /// Writes the nearest value to each of `wide`, of which there are as many as elements, as
-    /// [`Elem::store`] rounds.
+    /// Writes the nearest value to each of `wide`, rounded as by [`Elem::store`]. `wide` and `out`
+    /// are equally long.
     fn of_f32s<'a>(wide: &[f32], out: Uninit<'a, Self>) -> &'a mut [Self];
-    /// Writes [`Elem::store`] of each of `wide`, of which there are as many as elements.
+    /// Writes [`Elem::store`] of each of `wide`. `wide` and `out` are equally long.
     fn store_all<'a>(wide: &[Self::Acc], out: Uninit<'a, Self>) -> &'a mut [Self];
-    /// Has `outs`, equally long, written by `f` in `Acc`, part by part, and rounds. `f` gets the
-    /// number of the first element of its part.
+    /// Lets `f` write `outs`, equally long, in `Acc`, part by part, and rounds the results. `f`
+    /// gets the index of the first element of its part.
     fn written<'a, const K: usize>(
         outs: [Uninit<'a, Self>; K],
         f: impl for<'r> FnMut(usize, [Uninit<'r, Self::Acc>; K]) -> [&'r mut [Self::Acc]; K],
     ) -> [&'a mut [Self]; K];
-    /// Elements that the loops below are given at a time, where elements are independent of each
-    /// other.
+    /// Elements per call of the loops below, where elements are independent of each other.
     const STAGE: usize;
-    /// What the functions below want as a buffer for up to `n` elements.
+    /// A buffer for up to `n` elements, as the functions below need it.
     fn buffer(n: usize) -> Vec<Self::Acc>;
     /// `values` in `Acc`.
     fn widened<'a>(values: &'a [Self], buffer: &'a mut [Self::Acc]) -> &'a [Self::Acc];
-    /// Has `values` changed by `f` in `Acc`, and rounds.
+    /// Lets `f` change `values` in `Acc`, and rounds the results.
     fn update(values: &mut [Self], buffer: &mut [Self::Acc], f: impl FnOnce(&mut [Self::Acc]));
 }
 
@@ -224,8 +222,9 @@ macro_rules! computed_in_itself {
 }
 computed_in_itself!(f32, f64);
 
-/// `v` in f32 such that what that is rounded to is what `v` would be rounded to: what is cut off is
-/// noted in the last bit (Boldo & Melquiond 2008, "Emulation of FMA and correctly rounded sums").
+/// `v` in f32, so that rounding the result again gives the same as rounding `v` directly. The last
+/// bit records whether anything was cut off (Boldo & Melquiond 2008, "Emulation of FMA and
+/// correctly rounded sums").
 #[inline(always)]
 fn rounded_to_odd(v: f64) -> f32 {
     let nearest = v as f32;
@@ -233,7 +232,7 @@ fn rounded_to_odd(v: f64) -> f32 {
     if f64::from(nearest) == v || v.is_nan() || bits & 1 == 1 {
         return nearest;
     }
-    // An even neighbour: the odd one on the other side of v.
+    // `nearest` is even: take the odd neighbour on the other side of v.
     let outwards = f64::from(nearest).abs() < v.abs();
     f32::from_bits(if outwards { bits + 1 } else { bits - 1 })
 }
@@ -283,7 +282,7 @@ macro_rules! computed_in_f32 {
     };
 }
 
-// 16-bit conversions are without branches and calls, so that loops over them vectorize.
+// Conversions of 16-bit types have no branches and calls, so that loops over them vectorize.
 
 impl Elem for bf16 {
     type Acc = f32;
@@ -313,13 +312,13 @@ impl Elem for f16 {
 
     #[inline(always)]
     fn load(self) -> f32 {
-        const INFINITY: u32 = 31 << 23; // f16's largest exponent, where f32's exponents lie
+        const INFINITY: u32 = 31 << 23; // f16's largest exponent, at the place of f32's exponent
         const SMALLEST: f32 = 6.103_515_6e-5; // 2⁻¹⁴, the smallest normal f16
         let bits = u32::from(self.to_bits());
         let magnitude = (bits & 0x7fff) << 13;
         let exponent = magnitude & INFINITY;
         let biased = magnitude + ((127 - 15) << 23);
-        // A subnormal's fraction counts units of 2⁻²⁴: beside the implicit one of 2⁻¹⁴ it is exact.
+        // A subnormal's fraction counts units of 2⁻²⁴. Added to the implicit 2⁻¹⁴ it is exact.
         let subnormal = (f32::from_bits(biased + (1 << 23)) - SMALLEST).to_bits();
         let special = biased + ((128 - 16) << 23);
         let value = if exponent == INFINITY { special } else { biased };
@@ -329,10 +328,10 @@ impl Elem for f16 {
 
     #[inline(always)]
     fn store(v: f32) -> Self {
-        // 2¹⁶: what rounds to infinity below it carries into f16's exponent
+        // 2¹⁶: smaller values that round to infinity carry into f16's exponent.
         const OVERFLOW: u32 = (127 + 16) << 23;
         const SMALLEST: u32 = (127 - 14) << 23; // 2⁻¹⁴
-        const HALF: u32 = 126 << 23; // 0.5: its last bit is 2⁻²⁴, as f16's subnormals'
+        const HALF: u32 = 126 << 23; // 0.5: its last bit is 2⁻²⁴, as that of f16's subnormals
         let bits = v.to_bits();
         let magnitude = bits & 0x7fff_ffff;
         let odd = (magnitude >> 13) & 1;
@@ -353,7 +352,7 @@ impl Elem for f16 {
     computed_in_f32!();
 }
 
-/// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are no floats are errors of
+/// Runs `$body` with `$T` the storage type of tensor `$t`; dtypes that are not floats are errors of
 /// operation `$op`.
 macro_rules! by_elem {
     ($t:expr, $op:expr, $T:ident => $body:expr) => {

@@ -1,6 +1,6 @@
-//! Rounding of many f32 to 16 bits by the instructions for it, where the machine has them: to bf16
-//! two vectors at once, which takes the place of eight a vector, to f16 one, which takes that of
-//! fourteen.
+//! Rounds many f32 to 16 bits by dedicated instructions, where the machine has them. To bf16, one
+//! instruction rounds two vectors and replaces eight per vector; to f16, one rounds one vector and
+//! replaces fourteen.
 
 use half::{bf16, f16};
 
@@ -59,7 +59,7 @@ mod x86 {
 
     use super::{Elem, bf16, f16};
 
-    /// Subnormal numbers and NaNs included, the instruction rounds as [`Elem::store`].
+    /// The instruction rounds as [`Elem::store`], also subnormal numbers and NaNs.
     ///
     /// # Safety
     /// The machine must have the features, and `out` room for as many elements as `wide` has.
@@ -67,7 +67,7 @@ mod x86 {
     pub unsafe fn store_f16(wide: &[f32], out: *mut f16) {
         const LANES: usize = 16;
         let (vectors, rest) = wide.as_chunks::<LANES>();
-        // SAFETY: each vector, what is left, and as many elements of `out`.
+        // SAFETY: each vector, then the rest, and as many elements of `out`.
         unsafe {
             for (i, vector) in vectors.iter().enumerate() {
                 let half =
@@ -93,7 +93,7 @@ mod x86 {
     pub unsafe fn store_f16_avx2(wide: &[f32], out: *mut f16) {
         const LANES: usize = 8;
         let (vectors, rest) = wide.as_chunks::<LANES>();
-        // SAFETY: each vector, what is left, and as many elements of `out`.
+        // SAFETY: each vector, then the rest, and as many elements of `out`.
         unsafe {
             for (i, vector) in vectors.iter().enumerate() {
                 let half =
@@ -105,7 +105,7 @@ mod x86 {
         }
     }
 
-    /// f32 that one instruction rounds.
+    /// Number of f32 that one instruction rounds.
     const PAIR: usize = 32;
 
     /// # Safety
@@ -135,13 +135,13 @@ mod x86 {
             }
         }
         if !rest.is_empty() {
-            // SAFETY: what is left of both.
+            // SAFETY: the rest of both.
             unsafe { one_by_one(rest, out.add(pairs.len() * PAIR)) };
         }
     }
 
-    /// The instruction would take a subnormal f32 for 0, whatever MXCSR says. All else it rounds as
-    /// [`Elem::store`], NaNs too.
+    /// Rounds pairs with a subnormal number: the instruction treats a subnormal f32 as 0, whatever
+    /// MXCSR says. It rounds everything else as [`Elem::store`], NaNs too.
     ///
     /// # Safety
     /// `out` must have room for as many elements as `wide` has.
@@ -171,7 +171,7 @@ mod tests {
         values.iter().map(|&v| bf16::from_f32(v).to_bits()).collect()
     }
 
-    /// Every sign, exponent and fraction of bf16, with what decides about rounding behind it.
+    /// Every sign, exponent and fraction of bf16, followed by the bits that decide about rounding.
     fn all_bf16() -> Vec<f32> {
         let lows = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         (0..1 << 16)
@@ -189,7 +189,7 @@ mod tests {
     fn subnormal_numbers_are_kept_wherever_they_lie_among_others() {
         let values = all_bf16();
         let n = values.len();
-        // A step that shares no factor with n brings each pattern among very different ones.
+        // A step that shares no factor with n puts each pattern among very different ones.
         let mixed: Vec<f32> = (0..n).map(|i| values[i * 65_537 % n]).collect();
         assert!(bits(&mixed) == want(&mixed));
         for at in 0..32 {
@@ -216,8 +216,8 @@ mod tests {
         values.iter().map(|&v| <f16 as Elem>::store(v).to_bits()).collect()
     }
 
-    /// Every sign, exponent and fraction of f16 with what decides about rounding behind it, and all
-    /// over the other exponents.
+    /// Every sign, exponent and fraction of f16, followed by the bits that decide about rounding;
+    /// and samples of all other exponents.
     #[test]
     fn many_values_are_rounded_to_f16_as_each_by_itself() {
         let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff];

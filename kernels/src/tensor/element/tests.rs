@@ -2,7 +2,7 @@ use half::{bf16, f16};
 
 use super::Elem;
 
-/// f32 patterns in small odd steps, and those where rounding decides between neighbours.
+/// f32 patterns in small odd steps, and the patterns where rounding decides between neighbours.
 fn patterns() -> impl Iterator<Item = f32> {
     let halfway =
         (0..1 << 16).flat_map(|high: u32| [0x7fff, 0x8000, 0x8001].map(|low| high << 16 | low));

@@ -1,33 +1,33 @@
-//! Elements of results that hold nothing yet.
+//! Uninitialized elements of results.
 //!
-//! Whoever fills a result gets it as [`Uninit`] and has to hand back the same memory as a plain
-//! slice. Only the methods here turn one into the other, and each writes every element; so no
-//! element is read before it was written.
+//! A function that fills a result gets it as [`Uninit`] and has to return the same memory as a
+//! plain slice. Only the methods here convert one to the other, and each writes every element. So
+//! no element is read before it was written.
 
 use std::mem::MaybeUninit;
 
 use super::{Elem, Float};
 use crate::tensor::simd::{AHEAD, LANES, prefetch};
 
-/// Elements of a result that hold nothing yet.
+/// Uninitialized elements of a result.
 pub struct Uninit<'a, T>(pub(in crate::tensor) &'a mut [MaybeUninit<T>]);
 
 impl<'a, T: Copy> Uninit<'a, T> {
-    /// As results whose old values nobody reads.
+    /// Treats `values` as a result: their old values are never read.
     #[inline(always)]
     pub fn over(values: &'a mut [T]) -> Self {
-        // SAFETY: MaybeUninit<T> is laid out as T, and nothing here writes an uninitialized value
-        // through it.
+        // SAFETY: MaybeUninit<T> has the layout of T, and nothing here writes an uninitialized
+        // value through it.
         Self(unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), values.len()) })
     }
 
-    /// Elements to write.
+    /// Number of elements to write.
     #[inline(always)]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Writes `values`, of which there are at least as many as elements.
+    /// Writes `values`, which must be at least as many as the elements.
     #[inline(always)]
     pub fn write(self, values: impl Iterator<Item = T>) -> &'a mut [T] {
         let mut written = 0;
@@ -40,7 +40,7 @@ impl<'a, T: Copy> Uninit<'a, T> {
         unsafe { self.0.assume_init_mut() }
     }
 
-    /// Has all elements written by `f`, which gets the first's address.
+    /// Lets `f` write all elements; `f` gets the address of the first.
     ///
     /// # Safety
     /// `f` must write as many elements as there are.
@@ -58,8 +58,8 @@ impl<'a, T: Copy> Uninit<'a, T> {
         self.0.write_copy_of_slice(values)
     }
 
-    /// Has every part of `width` elements (of fewer the last) written by `f`, which also gets the
-    /// number of its first element.
+    /// Lets `f` write each part of `width` elements (the last part may be shorter). `f` also gets
+    /// the index of the part's first element.
     #[inline(always)]
     pub fn parts(
         self,
@@ -74,7 +74,7 @@ impl<'a, T: Copy> Uninit<'a, T> {
         unsafe { self.0.assume_init_mut() }
     }
 
-    /// Has the first `middle` elements and the others written by `f`.
+    /// Lets `f` write the first `middle` elements and the others.
     #[inline(always)]
     pub fn halves(
         self,
@@ -91,7 +91,7 @@ impl<'a, T: Copy> Uninit<'a, T> {
                 "a kernel left a part of its result unwritten"
             );
         }
-        // SAFETY: both halves were handed back written.
+        // SAFETY: both halves were returned written.
         unsafe { self.0.assume_init_mut() }
     }
 }
@@ -100,8 +100,8 @@ impl<'a, E: Elem> Uninit<'a, E> {
     /// Writes `f` of the elements at the same place of `stored`, widened, and of `wide`, rounded
     /// once.
     ///
-    /// Goes by blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f`
-    /// is; what is left is a block filled up with zeros. To be inlined into
+    /// Works in blocks of [`LANES`] elements, which LLVM turns into whole vectors however long `f`
+    /// is. The remainder is a block padded with zeros. Must be inlined into
     /// [`crate::tensor::simd::vectorize`].
     #[inline(always)]
     pub fn each<const N: usize, const M: usize>(
@@ -183,13 +183,13 @@ fn each_of<'a, E: Elem, const K: usize, const N: usize, const M: usize>(
                     out.0[whole..].write_copy_of_slice(&values[..n - whole]);
                 }
             }
-            // SAFETY: all blocks of all, which are equally long, were written.
+            // SAFETY: every block of each result was written; the results are equally long.
             outs.map(|out| unsafe { out.0.assume_init_mut() })
         },
     )
 }
 
-/// `f` of every place of a block.
+/// Applies `f` at every place of a block.
 #[inline(always)]
 fn of_block<E: Elem, const K: usize, const N: usize, const M: usize>(
     stored: [[E; LANES]; N],
@@ -207,19 +207,19 @@ fn of_block<E: Elem, const K: usize, const N: usize, const M: usize>(
     values
 }
 
-/// Results that are staged at a time.
+/// Number of results staged at a time.
 const STAGE: usize = 16 * LANES;
 
-/// Begins with a cache line, as otherwise every vector of 64 bytes would cost two.
+/// Aligned to a cache line; otherwise every 64-byte vector would touch two lines.
 #[repr(align(64))]
 struct Stage([MaybeUninit<f32>; STAGE]);
 
-/// Has `outs`, equally long, written by `f` in f32, and rounds. `f` gets the number of the first
-/// element of the parts it has to write.
+/// Lets `f` write `outs`, equally long, in f32, and rounds the results. `f` gets the index of the
+/// first element of its parts.
 ///
-/// The f32 lie in buffers that stay in the L1 cache: what rounds many of them at once
-/// ([`Elem::store_all`]) is quicker than rounding each as it is computed, although it reads them
-/// again, and the chain of operations that each waits for is shorter.
+/// The f32 lie in buffers that stay in the L1 cache. Rounding many at once ([`Elem::store_all`]) is
+/// faster than rounding each as it is computed, although it reads them again: the dependency chain
+/// is shorter.
 #[inline(always)]
 pub fn staged<'a, E: Elem<Acc = f32>, const K: usize>(
     mut outs: [Uninit<'a, E>; K],
@@ -234,7 +234,7 @@ pub fn staged<'a, E: Elem<Acc = f32>, const K: usize>(
             check(&mut out.0[at..end], |out| E::store_all(wide, out));
         }
     }
-    // SAFETY: all parts of all, which are equally long, were written.
+    // SAFETY: every part of each result was written; the results are equally long.
     outs.map(|out| unsafe { out.0.assume_init_mut() })
 }
 
@@ -246,7 +246,7 @@ fn block<T: Elem>(from: &[T], at: usize) -> [T; LANES] {
     block
 }
 
-/// Fewer elements than a block, filled up with zeros.
+/// Fewer elements than a block, padded with zeros.
 #[inline(always)]
 fn padded<T: Elem>(from: &[T]) -> [T; LANES] {
     let mut block = [T::store(T::Acc::ZERO); LANES];
@@ -254,13 +254,13 @@ fn padded<T: Elem>(from: &[T]) -> [T; LANES] {
     block
 }
 
-/// Where a slice lies: two slices that agree in it are the same memory.
+/// Address and length of a slice: two slices that agree in both are the same memory.
 #[inline(always)]
 pub(in crate::tensor) fn place<T>(slice: &[T]) -> (usize, usize) {
     (slice.as_ptr().addr(), slice.len())
 }
 
-/// Has `out` written by `f`.
+/// Lets `f` write `out`, and checks that it did.
 #[inline(always)]
 pub(in crate::tensor) fn check<T>(
     out: &mut [MaybeUninit<T>],
@@ -268,6 +268,6 @@ pub(in crate::tensor) fn check<T>(
 ) {
     let want = place(out);
     let written = f(Uninit(out));
-    // A plain slice of this very memory can only have come from a method that wrote it.
+    // A plain slice of this very memory can only come from a method that wrote it.
     assert_eq!(place(written), want, "a kernel left a part of its result unwritten");
 }

@@ -1,4 +1,4 @@
-//! GPUs through CUDA's driver: launches, copies, and memory of candle's devices.
+//! GPUs through the CUDA driver API: launches, copies, and memory of candle's devices.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -23,22 +23,23 @@ pub(super) fn computes(device: &Device) -> bool {
     device.is_cuda()
 }
 
-/// Opens GPU `ordinal` with a stream of its own, and has its memory pool keep what is freed.
+/// Opens GPU `ordinal` with a stream of its own, and makes its memory pool keep freed memory.
 ///
 /// candle's own `Device::new_cuda` works on "the thread's default stream", so tensors of two
-/// threads would not be ordered; and the pool by default gives everything back to the system
-/// whenever somebody waits for the device. Uses of tensors on other streams are ordered by those
-/// who make them, so the events that cudarc would record at every use are left out.
+/// threads would not be ordered. By default the pool returns everything to the system whenever
+/// anything waits for the device. Code that uses tensors on other streams orders those uses itself,
+/// so the events that cudarc would record at every use are disabled.
 ///
 /// # Errors
-/// What the driver says.
+/// Those of the driver.
 pub fn open(ordinal: usize) -> Result<Device> {
     count()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let cuda = device.as_cuda_device()?;
-    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream;
-    // communication, the only other stream, waits for it and is waited for by it, and keeps its
-    // tensors until then.
+    // SAFETY: all kernels and copies of this crate and of candle are queued on the device's stream,
+    // except copies to and from the host. Those and communication have streams of their own: they
+    // wait for the device's stream, the device's stream or the host waits for them, and they keep
+    // their tensors until then.
     unsafe { cuda.disable_event_tracking() };
     let keep = u64::MAX;
     let stream = cuda.cuda_stream();
@@ -59,10 +60,10 @@ pub fn open(ordinal: usize) -> Result<Device> {
     Ok(device)
 }
 
-/// How many GPUs there are.
+/// Number of GPUs.
 ///
 /// # Errors
-/// If there is no driver, or a library of CUDA is missing, in one line.
+/// In one line, if there is no driver or a CUDA library is missing.
 pub fn count() -> Result<usize> {
     let unavailable = |message: String| Error::NoGpu { message };
     use super::missing_libraries;
@@ -104,8 +105,8 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
         let mut values: Vec<T> = Vec::with_capacity(n);
         gpu.stream.context().bind_to_thread().map_err(failed)?;
         if n > 0 {
-            // SAFETY: as many elements are there on both sides. The values are read only after the
-            // stream was waited for, and T is a plain number, of which any bits are a value.
+            // SAFETY: both sides have the same number of elements. The values are read only after
+            // the stream was waited for, and T is a plain number, so any bits are a value.
             unsafe {
                 let bytes = std::slice::from_raw_parts_mut(
                     values.as_mut_ptr().cast::<u8>(),
@@ -138,29 +139,29 @@ pub fn to_host(t: &Tensor) -> Result<Tensor> {
 pub(super) struct Event(CudaEvent);
 
 impl Event {
-    /// Whether the device has come there.
+    /// Whether the device has reached it.
     pub fn is_reached(&self) -> bool {
         self.0.is_complete()
     }
 }
 
-/// A point in time of a stream, which is known when the device has come there.
+/// A time on a stream, known once the device has reached it.
 pub struct Timestamp(CudaEvent);
 
 impl Timestamp {
-    /// Waits until the device has come there.
+    /// Waits until the device has reached it.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn wait(&self) -> Result<()> {
         self.0.synchronize().map_err(|e| Error::gpu("timestamp", e.to_string()))
     }
 
-    /// How much later than `earlier` of the same stream it is, to half a microsecond or so. Waits
-    /// as [`Timestamp::wait`].
+    /// Time since `earlier` of the same stream, to about half a microsecond. Waits as
+    /// [`Timestamp::wait`].
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn since(&self, earlier: &Self) -> Result<Duration> {
         let ms =
             earlier.0.elapsed_ms(&self.0).map_err(|e| Error::gpu("timestamp", e.to_string()))?;
@@ -168,36 +169,36 @@ impl Timestamp {
     }
 }
 
-/// Pages that the device may copy from and to by itself, as long as this lives.
+/// Pinned pages, which the device copies from and to directly, as long as this lives.
 pub(super) struct Locked(usize);
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: the range that was registered begins here. That a process which ends has no
-        // driver any more is nothing to report.
+        // SAFETY: the registered range begins here. An error is ignored: when the process ends, the
+        // driver may already be gone.
         let _ = unsafe { sys::cuMemHostUnregister(self.0 as *mut c_void) };
     }
 }
 
-/// A GPU, and the stream that its tensors' operations are queued on.
+/// A GPU, and the stream on which its tensors' operations are queued.
 pub struct Gpu {
     device: CudaDevice,
     stream: Arc<CudaStream>,
 }
 
 impl Gpu {
-    /// That of the tensor's device.
+    /// The GPU of the tensor's device.
     ///
     /// # Errors
-    /// If `t` is on no GPU.
+    /// If `t` is not on a GPU.
     pub fn of(t: &Tensor, op: &'static str) -> Result<Self> {
         Self::on(t.device(), op)
     }
 
-    /// That of the device.
+    /// The GPU of the device.
     ///
     /// # Errors
-    /// If it is no GPU.
+    /// If the device is not a GPU.
     pub fn on(device: &Device, op: &'static str) -> Result<Self> {
         match device {
             Device::Cuda(device) => {
@@ -213,17 +214,17 @@ impl Gpu {
     }
 
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn properties(&self) -> Result<Properties> {
         with_loaded(self.stream.context(), "properties", |loaded| Ok(loaded.properties))
     }
 
-    /// Loads all kernels now. Otherwise each is loaded at its first launch, which may wait for
-    /// everything that runs on the device (CUDA C++ Programming Guide, "Lazy Loading"): for ever,
-    /// if some of that waits for a message that only a later launch here brings about.
+    /// Loads all kernels now. Otherwise each is loaded at its first launch, which may wait for all
+    /// work on the device (CUDA C++ Programming Guide, "Lazy Loading"). That wait never ends if the
+    /// work waits for a message that only a later launch here sends.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn load_kernels(&self) -> Result<()> {
         with_loaded(self.stream.context(), "all kernels", Loaded::load_all)
     }
@@ -240,20 +241,20 @@ impl Gpu {
         })
     }
 
-    /// The time at which the device has done what is queued so far.
+    /// The time at which the device has done everything queued so far.
     ///
     /// # Errors
-    /// What the driver says.
+    /// Those of the driver.
     pub fn timestamp(&self) -> Result<Timestamp> {
         let event = self.stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT));
         event.map(Timestamp).map_err(|e| Error::gpu("timestamp", e.to_string()))
     }
 
-    /// Flat memory of the host for `n` elements, locked if the driver can: else copies take longer.
-    /// (Locking wants a context, which threads of communication do not have yet.)
+    /// Flat host memory for `n` elements. It is pinned if the driver can pin it; otherwise copies
+    /// take longer. (Pinning needs a context, which communication threads do not have yet.)
     pub(super) fn lock_memory(&self, n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
-        /// What locking works by. Only whole pages of the tensor's own are locked, so that no
-        /// neighbour's memory is.
+        /// Granularity of pinning. Only whole pages of the tensor itself are pinned, never a
+        /// neighbour's memory.
         const PAGE: usize = 64 << 10;
         const PORTABLE: u32 = 1; // CU_MEMHOSTREGISTER_PORTABLE: for all contexts
         let size = dtype.size_in_bytes();
@@ -269,20 +270,19 @@ impl Gpu {
             .context()
             .bind_to_thread()
             .map_err(|e| Error::gpu("lock_memory", e.to_string()))?;
-        // SAFETY: whole pages of the tensor, whose memory neither moves nor goes before `Locked`
-        // does.
+        // SAFETY: whole pages of the tensor. Its memory does not move, and outlives `Locked`.
         let locked =
             unsafe { sys::cuMemHostRegister_v2((first + skip) as *mut c_void, bytes, PORTABLE) };
         Ok((elements, locked.result().is_ok().then_some(Locked(first + skip))))
     }
 
-    /// An event behind all that is queued on the device's stream.
+    /// An event after everything queued on the device's stream.
     pub(super) fn mark(&self) -> Result<Event> {
         self.stream.record_event(None).map(Event).map_err(|e| Error::gpu("mark", e.to_string()))
     }
 
-    /// Copies elements to the host after `after`, on the stream for that, and waits until they are
-    /// there.
+    /// Copies elements to the host after `after`, on the stream for downloads, and waits for the
+    /// copy.
     pub(super) fn fetch(&self, from: DevicePointer, to: &mut [u8], after: &Event) -> Result<()> {
         const OP: &str = "fetch";
         let failed = |e: DriverError| Error::gpu(OP, e.to_string());
@@ -291,15 +291,15 @@ impl Gpu {
         }
         let [down, _] = self.copies(OP)?;
         down.wait(&after.0).map_err(failed)?;
-        // SAFETY: as many bytes are there on both sides; both outlive the copy, which is waited
+        // SAFETY: both sides have the same number of bytes; both outlive the copy, which is waited
         // for.
         unsafe { result::memcpy_dtoh_async(to, from.0, down.cu_stream()) }.map_err(failed)?;
         down.record_event(None).and_then(|done| done.synchronize()).map_err(failed)
     }
 
-    /// Copies elements from the host: after `after`, on the stream for that, with what is queued on
-    /// the device's stream from now on behind it; or on the device's stream. The result is reached
-    /// when the bytes may change.
+    /// Copies elements from the host. If `after` is given, the copy runs after it on the stream for
+    /// uploads, and work queued on the device's stream from now on waits for the copy. Otherwise it
+    /// runs on the device's stream. The bytes may change once the returned event is reached.
     pub(super) fn put(
         &self,
         to: DevicePointer,
@@ -314,9 +314,9 @@ impl Gpu {
             stream.wait(&after.0).map_err(failed)?;
         }
         if !from.is_empty() {
-            // SAFETY: as many bytes are there on both sides. The caller keeps the host's until the
-            // event is reached; the device's memory is given back in the order of its stream, which
-            // is behind the copy from here on.
+            // SAFETY: both sides have the same number of bytes. The caller keeps the host's until
+            // the event is reached. The device's memory is freed in the order of its stream, which
+            // from here on comes after the copy.
             unsafe { result::memcpy_htod_async(to.0, from, stream.cu_stream()) }.map_err(failed)?;
         }
         let done = stream.record_event(None).map_err(failed)?;
@@ -347,9 +347,9 @@ impl Gpu {
         function.allow(shared).map_err(failed)?;
         let mut addresses: Vec<*mut c_void> = args.addresses();
         let [x, y, z] = grid;
-        // SAFETY: the arguments are as many and as large as the parameters; the driver copies them
+        // SAFETY: number and sizes of the arguments match the parameters; the driver copies them
         // before it returns. Pointers among them are the callers' responsibility: they come from
-        // tensors that live, of sizes that the operation has checked.
+        // live tensors of sizes that the operation has checked.
         unsafe {
             result::launch_kernel(
                 function.handle,
@@ -379,8 +379,8 @@ impl Gpu {
                 "another GPU, or another stream of it, than its other operands".to_string();
             return Err(Error::Device { op, device });
         }
-        /// The address; uses are not tracked (see [`open`]), so there is nothing to hold while it
-        /// is used.
+        /// The address. Uses are not tracked (see [`open`]), so nothing has to be held while it is
+        /// used.
         fn address<T>(slice: &cudarc::driver::CudaSlice<T>, stream: &CudaStream) -> u64 {
             slice.device_ptr(stream).0
         }
@@ -398,11 +398,11 @@ impl Gpu {
         }))
     }
 
-    /// Elements that hold nothing yet.
+    /// A tensor of uninitialized elements.
     pub(super) fn allocate(&self, shape: Shape, dtype: DType, op: &'static str) -> Result<Tensor> {
-        // The driver gives no blocks without bytes.
+        // The driver does not allocate blocks of zero bytes.
         let room = if shape.elem_count() == 0 { Shape::from(1) } else { shape.clone() };
-        // SAFETY: whoever asks for a result has its kernels write all of it.
+        // SAFETY: the kernels of the operation that asks for a result write all of it.
         match unsafe { self.device.alloc_uninit(&room, dtype) } {
             Ok(storage) => {
                 Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
@@ -411,7 +411,7 @@ impl Gpu {
         }
     }
 
-    /// The error of an allocation, with what holds the memory if there was too little.
+    /// The error of an allocation; if there was too little memory, with a report of what holds it.
     fn describe(
         &self,
         error: candle_core::Error,
@@ -426,8 +426,8 @@ impl Gpu {
         Error::OutOfMemory { op, bytes, shape: shape.into_dims(), dtype, memory: self.memory() }
     }
 
-    /// What holds the device's memory, as far as the driver tells; the largest amounts are those
-    /// since the process began.
+    /// Use of the device's memory, as far as the driver reports it. Peaks are those since the
+    /// process began.
     pub(crate) fn memory(&self) -> Option<Memory> {
         use sys::{CUgraphMem_attribute as G, CUmemPool_attribute as A};
         let context = self.stream.context();
@@ -441,7 +441,7 @@ impl Gpu {
                 .map(|()| value)
         };
         let get = |attribute| get(attribute).map_err(|_: DriverError| ()).ok();
-        // Graphs have memory beside the pool; a driver that does not know of it has none.
+        // Graphs have memory outside the pool; a driver that does not know the attribute has none.
         let graphs = |attribute| {
             let mut value = 0_u64;
             // SAFETY: as above.

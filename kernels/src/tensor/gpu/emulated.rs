@@ -1,9 +1,8 @@
-//! Kernels on tensors of the CPU, by the emulator of `cuda/emulator`: for tests, where there is no
-//! GPU.
+//! Runs GPU kernels on CPU tensors, by the emulator of `cuda/emulator`: for tests on machines
+//! without a GPU.
 //!
-//! Operations run so on threads that are inside of [`run`], or everywhere after [`everywhere`];
-//! tensors of f64, which GPUs have no kernels for, stay with the CPU, so that tests compute what
-//! they compare with.
+//! Threads inside [`run`] emulate, and all threads after [`everywhere`]. Tensors of f64 stay on the
+//! CPU, because there are no GPU kernels for them; tests compute their reference values in f64.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -28,7 +27,7 @@ pub(super) fn computes(device: &Device) -> bool {
     is_on() && device.is_cpu()
 }
 
-/// What a meter says of the memory that tensors take, in bytes.
+/// A meter's reading of the memory that tensors take, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Metered {
     pub used: u64,
@@ -38,19 +37,19 @@ pub struct Metered {
 type Limit = (u64, fn() -> Metered);
 static LIMIT: Mutex<Option<Limit>> = Mutex::new(None);
 
-/// Gives the emulated device so many bytes, of which `meter` says how many are in use: tensors are
-/// the host's, so the test's allocator knows.
+/// Limits the emulated device's memory to a number of bytes. `meter` reports how many are in use:
+/// tensors lie in host memory, so the test's allocator knows.
 pub fn limit_memory(limit: Option<Limit>) {
     *LIMIT.lock().unwrap_or_else(PoisonError::into_inner) = limit;
 }
 
-/// A kernel that the emulator knows.
+/// A kernel registered with the emulator.
 #[repr(C)]
 struct Kernel {
     opaque: [u8; 0],
 }
 
-/// The first kernel of a file, which leads to the others.
+/// The first kernel of a file; it links to the others.
 #[repr(transparent)]
 pub(crate) struct List(*const Kernel);
 
@@ -74,7 +73,7 @@ unsafe extern "C" {
     ) -> bool;
 }
 
-/// What blocks of a launch share.
+/// Shared by the blocks of a launch.
 struct Launch {
     kernel: *const Kernel,
     grid: [u32; 3],
@@ -99,9 +98,9 @@ impl Launch {
         };
         let mut error = [0_u8; 512];
         let mut args = self.args.clone();
-        // SAFETY: the kernel and its arguments, whose sizes were compared with its parameters;
-        // `error` has the room it is said to have. What the kernel does with its pointers is as
-        // (un)safe as on a GPU.
+        // SAFETY: the kernel and its arguments; the argument sizes were compared with its
+        // parameters. `error` has the stated size. The kernel's use of its pointers is as (un)safe
+        // as on a GPU.
         let ended = unsafe {
             emulator_run_block(
                 self.kernel,
@@ -124,14 +123,14 @@ impl Launch {
     }
 }
 
-/// Shared memory of a block that kernels for every GPU may take: that of compute capabilities 8.6
-/// and 8.9.
+/// Shared memory per block that is available on every supported GPU: that of compute capabilities
+/// 8.6 and 8.9.
 const SHARED_OF_ALL: u32 = 99 << 10;
 
 const PROPERTIES: Properties =
     Properties { capability: (9, 0), multiprocessors: 3, shared_per_block: 227 << 10, l2: 4 << 20 };
 
-/// A point in the order of the emulated device, which is always there.
+/// A point in the order of the emulated device's operations, which is always reached.
 pub(super) struct Event;
 
 impl Event {
@@ -145,21 +144,21 @@ pub struct Timestamp(Instant);
 
 impl Timestamp {
     /// # Errors
-    /// None here; a driver has some.
+    /// None; the signature is that of the driver.
     pub fn wait(&self) -> Result<()> {
         Ok(())
     }
 
-    /// How much later than `earlier` it is.
+    /// Time since `earlier`.
     ///
     /// # Errors
-    /// None here; a driver has some.
+    /// None; the signature is that of the driver.
     pub fn since(&self, earlier: &Self) -> Result<Duration> {
         Ok(self.0.saturating_duration_since(earlier.0))
     }
 }
 
-/// Nothing has to be locked.
+/// Nothing has to be pinned.
 pub(super) struct Locked;
 
 fn address(pointer: DevicePointer) -> *mut u8 {
@@ -170,7 +169,7 @@ fn address(pointer: DevicePointer) -> *mut u8 {
 pub struct Gpu(());
 
 impl Gpu {
-    /// That of the tensor's device.
+    /// The GPU of the tensor's device.
     ///
     /// # Errors
     /// If `t` is not on the CPU.
@@ -178,7 +177,7 @@ impl Gpu {
         Self::on(t.device(), op)
     }
 
-    /// That of the device.
+    /// The GPU of the device.
     ///
     /// # Errors
     /// If it is not the CPU.
@@ -192,7 +191,7 @@ impl Gpu {
     /// Few multiprocessors, so that persistent grids loop.
     ///
     /// # Errors
-    /// None here; a driver has some.
+    /// None; the signature is that of the driver.
     pub fn properties(&self) -> Result<Properties> {
         Ok(PROPERTIES)
     }
@@ -225,7 +224,7 @@ impl Gpu {
             return Err(Error::gpu(name, format!("no such kernel in cuda/{file}.cu")));
         }
         let mut sizes = [0_u32; 64];
-        // SAFETY: `sizes` has the room it is said to have.
+        // SAFETY: `sizes` has the stated size.
         let num_args =
             unsafe { emulator_arguments(kernel, sizes.as_mut_ptr(), sizes.len() as u32) } as usize;
         let sizes: Vec<usize> = sizes.iter().take(num_args).map(|&size| size as usize).collect();
@@ -235,7 +234,7 @@ impl Gpu {
         let launch = Launch { kernel, grid, threads, shared, order, args: args.addresses() };
         let num_blocks = grid.iter().map(|&n| u64::from(n)).product::<u64>();
         let result = match order {
-            // One after the other, so that the order is this one.
+            // One after the other, to keep exactly this order.
             Order::Backward => (0..num_blocks).rev().try_for_each(|i| launch.block(i)),
             Order::Forward | Order::Shuffled(_) | Order::WarpByWarp => {
                 (0..num_blocks).into_par_iter().try_for_each(|i| launch.block(i))
@@ -244,7 +243,7 @@ impl Gpu {
         result.map_err(|message| Error::gpu(name, message))
     }
 
-    /// Where the storage of `t` begins.
+    /// Address of the storage of `t`.
     pub(super) fn storage(
         &self,
         t: &Tensor,
@@ -265,16 +264,16 @@ impl Gpu {
         Ok(DevicePointer((first? - start) as u64))
     }
 
-    /// The time now: kernels have run when they are launched.
+    /// The current time: kernels have run by the time their launch returns.
     ///
     /// # Errors
-    /// None here; a driver has some.
+    /// None; the signature is that of the driver.
     pub fn timestamp(&self) -> Result<Timestamp> {
         COUNTS.with_borrow_mut(|counts| counts.timestamps += 1);
         Ok(Timestamp(Instant::now()))
     }
 
-    /// Flat memory of the host for `n` elements.
+    /// Flat host memory for `n` elements.
     pub(super) fn lock_memory(&self, n: usize, dtype: DType) -> Result<(Tensor, Option<Locked>)> {
         Ok((Tensor::zeros(n, dtype, &Device::Cpu)?, None))
     }
@@ -284,7 +283,7 @@ impl Gpu {
     }
 
     pub(super) fn fetch(&self, from: DevicePointer, to: &mut [u8], _after: &Event) -> Result<()> {
-        // SAFETY: the caller has a tensor of as many bytes there, and room for them in other
+        // SAFETY: the caller has a tensor of that many bytes there, and room for them in other
         // memory.
         unsafe { std::ptr::copy_nonoverlapping(address(from), to.as_mut_ptr(), to.len()) };
         Ok(())
@@ -296,12 +295,12 @@ impl Gpu {
         from: &[u8],
         _after: Option<&Event>,
     ) -> Result<Event> {
-        // SAFETY: as above, the other way round.
+        // SAFETY: as above, in the other direction.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), address(to), from.len()) };
         Ok(Event)
     }
 
-    /// What is left of the emulated memory, if that is limited.
+    /// The emulated device's memory, if it is limited.
     pub(crate) fn memory(&self) -> Option<Memory> {
         let (total, meter) = (*LIMIT.lock().unwrap_or_else(PoisonError::into_inner))?;
         let Metered { used, peak } = meter();
@@ -309,7 +308,7 @@ impl Gpu {
         Some(Memory { used, reserved: used, peak_used: peak, peak_reserved: peak, free, total })
     }
 
-    /// Elements that are NaN, so that one that no kernel writes is seen.
+    /// A tensor filled with NaN, which shows elements that no kernel writes.
     pub(super) fn allocate(&self, shape: Shape, dtype: DType, op: &'static str) -> Result<Tensor> {
         let n = shape.elem_count();
         let bytes = n * dtype.size_in_bytes();

@@ -1,4 +1,4 @@
-//! Grids over flat buffers, and zeros in them: `cuda/flat.cu`.
+//! Grids over flat buffers, and zeroing: `cuda/flat.cu`.
 
 use super::launch::blocks;
 use super::{DevicePointer, Gpu, THREADS};
@@ -7,10 +7,10 @@ use crate::Result;
 /// The file of kernels on flat buffers.
 pub const FILE: &str = "flat";
 
-/// Vectors of 16 bytes that a thread of `cuda/flat.cu` does.
+/// Vectors of 16 bytes that each thread of `cuda/flat.cu` processes.
 const UNROLL: usize = 4;
 
-/// A grid over `n` elements, `vector` of which a thread does at a time.
+/// A grid over `n` elements. A thread processes `vector` of them at a time.
 pub fn grid(op: &'static str, n: usize, vector: usize) -> Result<[u32; 3]> {
     Ok([blocks(op, n, THREADS as usize * UNROLL * vector)?, 1, 1])
 }

@@ -1,11 +1,11 @@
-//! CUDA's graphs: [`crate::tensor::graph`] by capture of the device's stream.
+//! CUDA graphs: [`crate::tensor::graph`] by capturing the device's stream.
 //!
-//! Tensors that are made during a capture become nodes that allocate and free memory; CUDA keeps
-//! their addresses as long as the graph lives (CUDA C++ Programming Guide, "Graph Memory Nodes"),
-//! in memory of the graphs' own beside the streams' pool. So each must be freed within the capture,
-//! and none from before it: that would be a node, too, and one that CUDA refuses. Lists that are
-//! found by their values (`gpu::constants`) are made before and may go after, so the graph keeps
-//! those that it met.
+//! Tensors made during a capture become nodes that allocate and free memory. CUDA keeps their
+//! addresses as long as the graph lives (CUDA C++ Programming Guide, "Graph Memory Nodes"), in
+//! memory of the graphs' own, apart from the streams' pool. So each such tensor must be freed
+//! within the capture. A tensor from before must not be freed there: that would be a node too, and
+//! CUDA refuses it. Lists that are found by their values (`tensor::constants`) are made before and
+//! may be dropped after, so the graph keeps the lists that it used.
 
 use std::cell::RefCell;
 use std::mem::MaybeUninit;
@@ -21,11 +21,11 @@ use crate::{Error, Result};
 const OP: &str = "graph";
 
 thread_local! {
-    /// What the graph that this thread is recording keeps; none where it records none.
+    /// Tensors that the graph under recording keeps; none if this thread is not recording.
     static KEPT: RefCell<Option<Vec<Tensor>>> = const { RefCell::new(None) };
 }
 
-/// Has the graph that this thread is recording, if any, keep a tensor.
+/// Makes the graph under recording on this thread, if any, keep a tensor.
 pub fn keep(t: &Tensor) {
     KEPT.with_borrow_mut(|kept| {
         if let Some(kept) = kept {
@@ -34,10 +34,10 @@ pub fn keep(t: &Tensor) {
     });
 }
 
-/// For what a graph cannot hold.
+/// Refuses an operation that a graph cannot hold.
 ///
 /// # Errors
-/// If this thread is recording one.
+/// If this thread is recording a graph.
 pub fn refuse(op: &str) -> Result<()> {
     let recording = KEPT.with_borrow(Option::is_some);
     if recording {
@@ -49,12 +49,12 @@ pub fn refuse(op: &str) -> Result<()> {
     Ok(())
 }
 
-/// Ends this thread's recording, however that ends.
+/// Ends this thread's recording, also on panic.
 struct Recording<'a>(&'a Arc<CudaStream>);
 
 impl<'a> Recording<'a> {
     fn begin(stream: &'a Arc<CudaStream>) -> std::result::Result<Self, DriverError> {
-        // Other threads, of communication, go on with what they do.
+        // Thread-local mode: communication threads continue undisturbed.
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
         KEPT.set(Some(Vec::new()));
         Ok(Self(stream))
@@ -66,18 +66,18 @@ impl<'a> Recording<'a> {
     }
 }
 
-/// Ends it whatever failed before: cudarc would report what a tensor's end could not, and leave the
-/// stream recording.
+/// Ends a capture even after an earlier failure. cudarc would otherwise report an error from a
+/// dropped tensor instead, and leave the stream capturing.
 fn end_capture(stream: &Arc<CudaStream>) -> std::result::Result<Option<CudaGraph>, DriverError> {
     let before = stream.context().check_err();
-    // All memory of the graph is freed in it, so nothing need be freed before it is launched again.
+    // The graph frees all of its memory itself, so nothing has to be freed before the next launch.
     let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0))?;
     before.map(|()| graph)
 }
 
 impl Drop for Recording<'_> {
     fn drop(&mut self) {
-        // Where recording panicked.
+        // Reached only if recording panicked.
         if KEPT.take().is_some() {
             let _ = end_capture(self.0);
         }
@@ -88,12 +88,12 @@ impl Drop for Recording<'_> {
 pub struct Graph {
     graph: CudaGraph,
     num_operations: usize,
-    /// Read by its kernels.
+    /// Read by the graph's kernels.
     _kept: Vec<Tensor>,
 }
 
-// SAFETY: the driver's graphs belong to no thread, and must not be used by two at a time; whoever
-// has the only owner of one is alone.
+// SAFETY: the driver's graphs belong to no thread, but must not be used by two at a time. The only
+// owner of a graph is alone.
 unsafe impl Send for Graph {}
 
 fn failed(e: DriverError) -> Error {
@@ -110,7 +110,7 @@ pub fn record<E: From<Error>>(
     let recording = Recording::begin(stream).map_err(failed)?;
     let outcome = f();
     let ended = recording.end().map_err(failed);
-    // What failed first explains why the capture did.
+    // The first failure explains the failure of the capture.
     outcome?;
     let (graph, kept) = ended?;
     let graph = graph.ok_or_else(|| Error::gpu(OP, "nothing was recorded"))?;
@@ -119,17 +119,19 @@ pub fn record<E: From<Error>>(
     Ok(Graph { graph, num_operations, _kept: kept })
 }
 
-/// The number of a graph's operations, none of which reads or writes the host's memory, or calls
-/// it.
+/// Number of a graph's operations.
+///
+/// # Errors
+/// If one of them reads or writes host memory, or calls the host.
 fn check(graph: &CudaGraph) -> Result<usize> {
     use sys::CUgraphNodeType as T;
     let mut count = 0;
-    // SAFETY: the graph exists; without room, its number of nodes is all that is told.
+    // SAFETY: the graph exists; without a buffer, the call only returns the number of nodes.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), std::ptr::null_mut(), &mut count) }
         .result()
         .map_err(failed)?;
     let mut nodes = vec![std::ptr::null_mut(); count];
-    // SAFETY: there is room for as many.
+    // SAFETY: there is room for that many.
     unsafe { sys::cuGraphGetNodes(graph.cu_graph(), nodes.as_mut_ptr(), &mut count) }
         .result()
         .map_err(failed)?;
@@ -147,8 +149,8 @@ fn check(graph: &CudaGraph) -> Result<usize> {
             T::CU_GRAPH_NODE_TYPE_MEMCPY => {
                 let mut copy = MaybeUninit::<sys::CUDA_MEMCPY3D>::zeroed();
                 let at = copy.as_mut_ptr();
-                // SAFETY: the node is a copy. Its ends are read as the numbers that they are to C:
-                // zeroed, they are none of the enumeration's.
+                // SAFETY: the node is a copy. Its ends are read as plain C numbers, because zeroed
+                // fields are not values of the enumeration.
                 let ends = unsafe {
                     sys::cuGraphMemcpyNodeGetParams(node, at).result().map_err(failed)?;
                     [&raw const (*at).srcMemoryType, &raw const (*at).dstMemoryType]
@@ -178,13 +180,13 @@ impl Graph {
 }
 
 impl Gpu {
-    /// Gives the memory that the pool keeps for later back to the device, for graphs have memory of
-    /// their own. Waits for the device.
+    /// Returns the memory that the pool keeps for later to the device, because graphs have memory
+    /// of their own. Waits for the device.
     fn give_back_pool(&self) -> Result<()> {
         let context = self.stream().context();
         self.stream().synchronize().map_err(failed)?;
-        // SAFETY: the device exists. The largest amounts are set to what there is, as their
-        // attributes want it: to 0.
+        // SAFETY: the device exists. Writing 0 to these attributes resets the peaks to the current
+        // use.
         unsafe {
             let pool = result::device::get_default_mem_pool(context.cu_device()).map_err(failed)?;
             sys::cuMemPoolTrimTo(pool, 0).result().map_err(failed)?;

@@ -1,11 +1,11 @@
-//! What elementwise kernels are given to find their rows: numbers of items, and divisors.
+//! Arguments with which elementwise kernels find their rows: item counts, and divisors.
 
 use candle_core::DType;
 
 use super::DevicePointer;
 use crate::{Error, Result};
 
-/// A divisor as `cuda/include/divider.cuh` has it.
+/// A divisor, laid out as in `cuda/include/divider.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Divider {
@@ -31,10 +31,10 @@ impl Divider {
     }
 }
 
-/// A number of items, below 2³¹, as kernels divide them.
+/// Checks a number of items, which kernels need below 2³¹ for division.
 ///
 /// # Errors
-/// If they are more.
+/// If there are more.
 pub fn items(op: &'static str, n: usize) -> Result<u32> {
     u32::try_from(n)
         .ok()
@@ -42,19 +42,19 @@ pub fn items(op: &'static str, n: usize) -> Result<u32> {
         .ok_or_else(|| Error::shape(op, format!("{n} items are too many for one launch on a GPU")))
 }
 
-/// Elements of a vector of 16 bytes.
+/// Number of elements in a vector of 16 bytes.
 pub fn vector(dtype: DType) -> usize {
     16 / dtype.size_in_bytes().max(1)
 }
 
-/// Whether kernels may load vectors of 16 bytes from rows of `width` elements that begin at these
+/// Whether kernels may load 16-byte vectors from rows of `width` elements that begin at these
 /// addresses.
 pub fn in_vectors(width: usize, dtype: DType, pointers: &[Option<DevicePointer>]) -> bool {
     width.is_multiple_of(vector(dtype))
         && pointers.iter().flatten().all(|p| p.address().is_multiple_of(16))
 }
 
-/// The end of names of kernels that load vectors, or that take any width and address.
+/// Suffix of kernel names: for kernels that load vectors, or that take any width and address.
 pub fn variant(vectors: bool) -> &'static str {
     if vectors { "" } else { "_any" }
 }

@@ -1,22 +1,22 @@
-//! Arguments of kernels, and launches with checks that both backends need.
+//! Kernel arguments, and launches with the checks that both backends need.
 
 use super::DevicePointer;
 use super::backend::Gpu;
 use crate::{Error, Result};
 
-/// Room for a part of an argument, aligned as the most demanding one (a tensor map) is.
+/// Storage for a part of an argument. Aligned for the most demanding type, a tensor map.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 struct Cell([u8; 64]);
 
 /// The arguments of a launch, in order.
 ///
-/// The kernel's parameters decide what has to be here; numbers and sizes are compared with them
-/// before the launch.
+/// The kernel's parameters decide which are needed. Their number and sizes are compared with the
+/// parameters before the launch.
 #[derive(Default)]
 pub struct Args {
     cells: Vec<Cell>,
-    /// First cell and size in bytes of each.
+    /// First cell and size in bytes of each argument.
     places: Vec<(usize, usize)>,
 }
 
@@ -55,7 +55,7 @@ impl Args {
         self
     }
 
-    /// A count or size, which kernels have as `uint64_t`.
+    /// A count or size, which is `uint64_t` in kernels.
     pub fn count(&mut self, value: usize) -> &mut Self {
         self.u64(value as u64)
     }
@@ -70,10 +70,10 @@ impl Args {
         self
     }
 
-    /// A structure that the kernel has by value.
+    /// A structure that the kernel takes by value.
     ///
     /// # Safety
-    /// `T` is laid out as in C (`repr(C)`), as the kernel's structure is, and has no padding.
+    /// `T` has C layout (`repr(C)`), equal to the kernel's structure, and no padding.
     pub unsafe fn structure<T: Copy>(&mut self, value: &T) -> &mut Self {
         // SAFETY: a value of T is that many bytes, none of them padding by the caller's promise.
         self.push(unsafe {
@@ -82,7 +82,7 @@ impl Args {
         self
     }
 
-    /// Their addresses, as drivers take them.
+    /// The arguments' addresses, as the driver takes them.
     pub(super) fn addresses(&mut self) -> Vec<*mut std::ffi::c_void> {
         let first = self.cells.as_mut_ptr();
         self.places.iter().map(|&(cell, _)| first.wrapping_add(cell).cast()).collect()
@@ -104,10 +104,10 @@ impl Args {
 
 impl Gpu {
     /// Queues a kernel: `name` of `cuda/{file}.cu`, on `grid` blocks of `threads` threads with
-    /// `shared` bytes of dynamic shared memory. A grid without blocks is nothing to do.
+    /// `shared` bytes of dynamic shared memory. Does nothing for a grid without blocks.
     ///
     /// # Errors
-    /// If there is no such kernel, `args` are not its parameters, or the launch is refused.
+    /// If there is no such kernel, `args` do not match its parameters, or the launch is refused.
     pub fn launch(
         &self,
         file: &'static str,
@@ -126,10 +126,10 @@ impl Gpu {
     }
 }
 
-/// Blocks of a grid for `n` items, of which a block does `per_block`.
+/// Number of blocks for `n` items, with `per_block` items each.
 ///
 /// # Errors
-/// If they are more than a grid can have.
+/// If there are more than a grid can have.
 pub fn blocks(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
     let blocks = n.div_ceil(per_block.max(1));
     u32::try_from(blocks).ok().filter(|&blocks| blocks <= i32::MAX as u32).ok_or_else(|| {
@@ -137,10 +137,10 @@ pub fn blocks(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
     })
 }
 
-/// As [`blocks`], for the second and third dimension of a grid, which are smaller.
+/// As [`blocks`], for the second and third dimension of a grid, which have a lower limit.
 ///
 /// # Errors
-/// If they are more than 65535.
+/// If there are more than 65535.
 pub fn blocks_y(op: &'static str, n: usize, per_block: usize) -> Result<u32> {
     match blocks(op, n, per_block)? {
         blocks @ 0..=65535 => Ok(blocks),

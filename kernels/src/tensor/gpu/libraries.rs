@@ -1,9 +1,8 @@
-//! CUDA's libraries, found when they are first called, so that a program runs without them as long
-//! as it calls none.
+//! CUDA libraries, loaded at their first call. A program that calls none runs without them.
 //!
-//! The build script defines each function of theirs as a jump through a table (`libraries.s`). An
-//! entry at first leads here. Where a library is missing, its functions return its status for that;
-//! whoever opens a GPU asks [`missing`] before, and says so in plain words.
+//! The build script defines each of their functions as a jump through a table (`libraries.s`). Each
+//! entry leads here at first. If a library is missing, its functions return the library's status
+//! for that case. Code that opens a GPU asks [`missing`] before, and reports the missing files.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
@@ -13,18 +12,18 @@ include!(concat!(env!("OUT_DIR"), "/libraries.rs"));
 std::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/libraries.s")), options(att_syntax));
 
 unsafe extern "C" {
-    /// As many as [`FUNCTIONS`].
+    /// As many entries as [`FUNCTIONS`].
     static gpu_library_entries: [AtomicPtr<c_void>; 1];
 }
 
-/// A library and what is known of it.
+/// A library and its state.
 pub struct Library {
     name: &'static str,
     soname: &'static CStr,
-    /// What its functions return where it is missing.
+    /// Status that its functions return if the library is missing.
     status: c_int,
     handle: AtomicPtr<c_void>,
-    /// 0 not looked for, 1 found, 2 missing.
+    /// 0: not searched yet; 1: found; 2: missing.
     state: AtomicU8,
 }
 
@@ -39,18 +38,18 @@ impl Library {
         }
     }
 
-    /// Its handle; null if there is no such library.
+    /// The library's handle; null if it is missing.
     fn open(&self) -> *mut c_void {
         if self.state.load(Ordering::Acquire) == 0 {
-            // cuBLAS wants cuBLASLt by a name that the loader may not find where cuBLAS itself was
-            // found.
+            // cuBLAS loads cuBLASLt by a name that the loader may not find, even where it found
+            // cuBLAS itself. So open cuBLASLt first.
             if self.name == "cublas" {
                 LIBRARIES
                     .iter()
                     .filter(|library| library.name == "cublasLt")
                     .for_each(|library| _ = library.open());
             }
-            // Two threads that look at once find the same.
+            // Two threads that search at once find the same library.
             let handle = self.search();
             self.handle.store(handle, Ordering::Relaxed);
             self.state.store(if handle.is_null() { 2 } else { 1 }, Ordering::Release);
@@ -58,8 +57,8 @@ impl Library {
         self.handle.load(Ordering::Relaxed)
     }
 
-    /// Where the loader looks, then in the toolkit that the environment names, the one that this
-    /// was built with, and the usual one.
+    /// Searches the loader's paths, then the toolkit that the environment names, the one of the
+    /// build, and the usual one.
     fn search(&self) -> *mut c_void {
         let open = |path: &CStr| {
             // SAFETY: a C string; these libraries' initializers do nothing that depends on this
@@ -68,7 +67,7 @@ impl Library {
         };
         let handle = open(self.soname);
         if !handle.is_null() || self.name == "cuda" {
-            // The driver is the system's alone; a toolkit has a stub of it.
+            // The driver comes from the system only; a toolkit contains just a stub of it.
             return handle;
         }
         // SAFETY: the value is copied before anything else runs here; this may run before `main`.
@@ -78,7 +77,7 @@ impl Library {
         };
         let roots = [home.as_deref(), Some(TOOLKIT), Some(c"/usr/local/cuda")];
         for root in roots.into_iter().flatten() {
-            // Of an installed toolkit, of conda's and of PyPI's packages.
+            // Folders of an installed toolkit, of conda packages, and of PyPI packages.
             for folder in [&b"/lib64/"[..], b"/lib/", b"/targets/x86_64-linux/lib/"] {
                 let path = [root.to_bytes(), folder, self.soname.to_bytes()].concat();
                 let handle = CString::new(path).map_or(std::ptr::null_mut(), |path| open(&path));
@@ -91,7 +90,7 @@ impl Library {
     }
 }
 
-/// The names of those libraries of `wanted` that are not on this machine, as files.
+/// File names of the `wanted` libraries that are not on this machine.
 pub fn missing(wanted: &[&str]) -> Vec<String> {
     let wanted = LIBRARIES.iter().filter(|library| wanted.contains(&library.name));
     wanted
@@ -100,7 +99,7 @@ pub fn missing(wanted: &[&str]) -> Vec<String> {
         .collect()
 }
 
-/// Finds function `index` and fills its entry; what to jump to.
+/// Finds function `index` and stores it in its entry. Returns the address to jump to.
 #[unsafe(no_mangle)]
 extern "C" fn kernels_gpu_library_resolve(index: usize) -> *mut c_void {
     let (library, name) = FUNCTIONS[index];
@@ -120,7 +119,7 @@ extern "C" fn kernels_gpu_library_resolve(index: usize) -> *mut c_void {
             _ => absent::<34> as *mut c_void,
         };
     }
-    // SAFETY: `index` is that of an entry; the assembly counted them off the same list.
+    // SAFETY: `index` is that of an entry; the assembly numbers them by the same list.
     unsafe {
         (*(&raw const gpu_library_entries).cast::<AtomicPtr<c_void>>().add(index))
             .store(function, Ordering::Release)
@@ -128,7 +127,7 @@ extern "C" fn kernels_gpu_library_resolve(index: usize) -> *mut c_void {
     function
 }
 
-/// Stands in for functions of a library that is not there. Arguments stay where they are.
+/// Replaces functions of a missing library. It can ignore the arguments.
 extern "C" fn absent<const STATUS: c_int>() -> c_int {
     STATUS
 }

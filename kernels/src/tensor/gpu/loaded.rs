@@ -1,4 +1,4 @@
-//! Modules and functions that are loaded in a context of CUDA's driver.
+//! Modules and functions loaded in a context of the CUDA driver.
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -10,15 +10,15 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use super::{Properties, modules};
 use crate::{Error, Result};
 
-/// Dynamic shared memory that every kernel may have without asking.
+/// Dynamic shared memory that a kernel may use without raising its limit.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 /// A kernel of a loaded module.
 pub struct Function {
     pub handle: sys::CUfunction,
-    /// Bytes of its parameters.
+    /// Bytes of each parameter.
     pub sizes: Vec<usize>,
-    /// Dynamic shared memory that it is allowed. Locked while that changes.
+    /// The kernel's current limit of dynamic shared memory. Locked while it changes.
     shared: Mutex<u32>,
 }
 
@@ -28,7 +28,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// Allows it that much dynamic shared memory.
+    /// Raises the limit of dynamic shared memory to at least `shared` bytes.
     pub fn allow(&self, shared: u32) -> std::result::Result<(), DriverError> {
         if shared <= SHARED_WITHOUT_ASKING {
             return Ok(());
@@ -47,18 +47,20 @@ impl Function {
     }
 }
 
-/// What is loaded in a context. Modules are loaded when their first kernel is launched, or all at
-/// once, and stay.
+/// Modules and functions of a context. Modules are loaded when their first kernel is launched, or
+/// all at once, and stay.
 pub struct Loaded {
     context: Arc<CudaContext>,
     pub properties: Properties,
-    /// Streams that copies to the host and from it run on, beside what is computed.
+    /// Streams for copies to the host and from the host. They run in parallel with the stream that
+    /// computes.
     pub copies: Option<[Arc<CudaStream>; 2]>,
     modules: HashMap<&'static str, usize>,
     functions: HashMap<(&'static str, String), Arc<Function>>,
 }
 
-/// Of each context of the process: a context is the process's share of a device, whoever opened it.
+/// One entry per context of the process. A context is the process's share of a device, no matter
+/// which code opened it.
 static LOADED: Mutex<Vec<Loaded>> = Mutex::new(Vec::new());
 
 impl Loaded {
@@ -83,7 +85,7 @@ impl Loaded {
         })
     }
 
-    /// A file's module, which is loaded if it is not yet, for kernel `name`.
+    /// The module of a file, loaded if it is not loaded yet. `name` is the kernel, for errors.
     fn module(&mut self, file: &'static str, name: &str) -> Result<sys::CUmodule> {
         if let Some(&module) = self.modules.get(file) {
             return Ok(module as sys::CUmodule);
@@ -91,7 +93,7 @@ impl Loaded {
         let image = modules::MODULES.iter().find(|(stem, _)| *stem == file);
         let (_, image) =
             image.ok_or_else(|| Error::gpu(name, format!("there is no cuda/{file}.cu")))?;
-        // SAFETY: a fatbin that nvcc wrote; it is static.
+        // SAFETY: a static fatbin, written by nvcc.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
         let capability = self.properties.capability;
         let module = module
@@ -116,7 +118,7 @@ impl Loaded {
                 .result()
                 .map_err(failed)?;
             let mut functions = vec![std::ptr::null_mut(); count as usize];
-            // SAFETY: room for so many.
+            // SAFETY: there is room for that many.
             unsafe { sys::cuModuleEnumerateFunctions(functions.as_mut_ptr(), count, module) }
                 .result()
                 .map_err(failed)?;
@@ -142,7 +144,7 @@ impl Loaded {
             .map_err(|e| failed(&format!("looking for it in cuda/{file}.cu"), e))?;
         let mut sizes = Vec::new();
         let (mut offset, mut size) = (0, 0);
-        // SAFETY: the function exists; two results. The first index that is too large is an error.
+        // SAFETY: the function exists; two results. An index beyond the last parameter is an error.
         while unsafe { sys::cuFuncGetParamInfo(handle, sizes.len(), &mut offset, &mut size) }
             .result()
             .is_ok()
@@ -160,7 +162,7 @@ fn failed_to_load(name: &str, what: &str, (major, minor): (u32, u32), e: DriverE
     Error::gpu(name, format!("{what}: {e} (compute capability {major}.{minor})"))
 }
 
-/// Calls `f` with what is loaded in this context, which is made the thread's.
+/// Makes the context current on this thread, and calls `f` with its modules and functions.
 pub fn with_loaded<R>(
     context: &Arc<CudaContext>,
     op: &str,

@@ -1,38 +1,38 @@
-//! Where the elements of tensors are, and results.
+//! Addresses of tensors' elements, and allocation of results.
 
 use candle_core::{DType, Shape, Tensor};
 
 use super::backend::Gpu;
 use crate::{Error, Result};
 
-/// An address in the device's memory.
+/// An address in device memory.
 ///
-/// It stays good for kernels that are launched while its tensor lives, whenever they run: memory is
-/// given back in the stream's order.
+/// It stays valid for all kernels that are launched while its tensor lives, whenever they run:
+/// memory is freed in the stream's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DevicePointer(pub(super) u64);
 
 impl DevicePointer {
-    /// An address that the driver gave for memory which outlives the kernels that are to use it.
+    /// An address from the driver. Its memory must outlive the kernels that will use it.
     pub fn new(address: u64) -> Self {
         Self(address)
     }
 
-    /// The address `bytes` further on.
+    /// The address `bytes` after this one.
     pub fn offset(self, bytes: usize) -> Self {
         Self(self.0 + bytes as u64)
     }
 
-    /// As the driver's calls take it.
+    /// The number that driver calls take.
     pub fn address(self) -> u64 {
         self.0
     }
 }
 
-/// The end of kernels' names for a dtype.
+/// Suffix of kernel names for a dtype.
 ///
 /// # Errors
-/// If GPUs have no kernels for it.
+/// If there are no GPU kernels for it.
 pub fn suffix(dtype: DType, op: &'static str) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),
@@ -43,7 +43,7 @@ pub fn suffix(dtype: DType, op: &'static str) -> Result<&'static str> {
 }
 
 impl Gpu {
-    /// The elements of `t`, which is contiguous (views are), to be read.
+    /// The elements of `t`, a contiguous tensor or view, for reading.
     ///
     /// # Errors
     /// If `t`, named `what` in messages of `op`, is not contiguous, not of `dtype`, or not on this
@@ -58,7 +58,7 @@ impl Gpu {
         self.elements(t, dtype, op, what, false)
     }
 
-    /// As [`Gpu::input`], to be written: other tensors that share the storage see it.
+    /// As [`Gpu::input`], for writing. Other tensors that share the storage see the change.
     ///
     /// # Errors
     /// As [`Gpu::input`].
@@ -90,7 +90,7 @@ impl Gpu {
         Ok(self.storage(t, op, write)?.offset(start))
     }
 
-    /// A result whose elements kernels write, all of them, and where they are.
+    /// A result and the address of its elements. Kernels must write all of them.
     ///
     /// # Errors
     /// If there is no memory for it.

@@ -1,9 +1,9 @@
-//! GPUs: devices, their memory, and launches of kernels on the stream of a tensor's device.
+//! GPUs: devices, their memory, and kernel launches on the stream of a tensor's device.
 //!
-//! There are two ways to run them behind one interface, [`Gpu`]: CUDA's driver (feature `cuda`),
-//! and, where there is no GPU, an emulator on tensors of the CPU (feature `emulated`), for tests.
-//! The operations themselves (a module for each of the crate's) know only the interface. Nothing
-//! here waits for the device: an operation returns when its kernels are queued.
+//! Two backends share one interface, [`Gpu`]: the CUDA driver (feature `cuda`), and, for tests
+//! without a GPU, an emulator on CPU tensors (feature `emulated`). The operations themselves (a
+//! module for each of the crate's) know only the interface. An operation returns as soon as its
+//! kernels are queued; nothing here waits for the device.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod driver;
@@ -31,8 +31,8 @@ use emulated as backend;
 pub use backend::{Gpu, Timestamp};
 #[cfg(feature = "cuda")]
 pub use driver::{count, open, to_host};
-/// The names of those of CUDA's libraries (`nccl`, …) that are not on this machine, as files; none
-/// where they are linked in the ordinary way.
+/// File names of the CUDA libraries in `wanted` (`nccl`, …) that are not on this machine; none if
+/// the libraries are linked in the ordinary way.
 #[cfg(feature = "cuda")]
 pub fn missing_libraries(wanted: &[&str]) -> Vec<String> {
     #[cfg(target_arch = "x86_64")]
@@ -49,32 +49,32 @@ pub use memory::DevicePointer;
 
 use candle_core::{Device, Tensor};
 
-/// The list of compiled files, which the build script writes.
+/// The list of compiled files, written by the build script.
 pub(crate) mod modules {
     include!(concat!(env!("OUT_DIR"), "/modules.rs"));
 }
 
-/// Threads of a block where a kernel has no reason for another number.
+/// Threads per block for kernels that do not need another number.
 pub(crate) const THREADS: u32 = 256;
 
-/// What launches depend on.
+/// Device properties that launches depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Properties {
-    /// Compute capability, e.g. (9, 0) of Hopper.
+    /// Compute capability, e.g. (9, 0) for Hopper.
     pub capability: (u32, u32),
     pub multiprocessors: u32,
-    /// Bytes of shared memory that one block can have.
+    /// Bytes of shared memory available to one block.
     pub shared_per_block: u32,
-    /// Bytes of second-level cache.
+    /// Bytes of L2 cache.
     pub l2: u32,
 }
 
-/// Whether the operation on `t` is one of a GPU.
+/// Whether a GPU computes operations on `t`.
 pub(crate) fn runs_here(t: &Tensor) -> bool {
     backend::runs_here(t)
 }
 
-/// Whether what is on `device` is computed by kernels of GPUs.
+/// Whether GPU kernels compute operations on `device`.
 pub(crate) fn computes(device: &Device) -> bool {
     backend::computes(device)
 }

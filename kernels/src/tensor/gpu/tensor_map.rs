@@ -1,4 +1,4 @@
-//! Descriptions of tensors of which kernels for Hopper have boxes copied
+//! Tensor maps: descriptions of tensors from which Hopper kernels copy boxes
 //! (`cuda/include/hopper.cuh`).
 
 use candle_core::DType;
@@ -6,30 +6,31 @@ use candle_core::DType;
 use super::DevicePointer;
 use crate::{Error, Result};
 
-/// `TensorMap` of a kernel: an argument by value.
+/// A kernel's `TensorMap`, passed by value.
 #[derive(Clone, Copy)]
 #[repr(C, align(128))]
 pub struct TensorMap([u64; 16]);
 
-/// Elements of a box's first dimension: the 128 bytes within which pieces are swizzled.
+/// Elements of a box's first dimension: the 128 bytes within which swizzling permutes 16-byte
+/// pieces.
 const COLUMNS: u32 = 64;
 
-/// A tensor of 16-bit elements in four dimensions, the first one contiguous and each stride a
-/// multiple of the one before, as `cuTensorMapEncodeTiled` describes them; and boxes of 64 × `rows`
-/// of the first and the last.
+/// A tensor of 16-bit elements in four dimensions, as `cuTensorMapEncodeTiled` describes it: the
+/// first dimension is contiguous, and each stride is a multiple of the one before. Boxes have 64
+/// elements of the first dimension and `rows` of the last.
 pub struct Boxes {
     pub base: DevicePointer,
     pub dtype: DType,
-    /// Elements, the contiguous dimension first.
+    /// Number of elements, contiguous dimension first.
     pub dims: [usize; 4],
-    /// Bytes from one to the next of the second to fourth dimension.
+    /// Strides of the second to fourth dimension, in bytes.
     pub strides: [usize; 3],
     pub rows: u32,
 }
 
 impl Boxes {
     /// # Errors
-    /// If copies of boxes want other alignments or sizes.
+    /// If alignments or sizes do not suit copies of boxes.
     pub fn map(&self, op: &'static str) -> Result<TensorMap> {
         let fits = self.base.address().is_multiple_of(16)
             && self.strides.iter().all(|stride| stride.is_multiple_of(16) && *stride < 1 << 40)
@@ -56,8 +57,8 @@ impl Boxes {
             DType::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             dtype => return Err(Error::DType { op, dtype }),
         };
-        // SAFETY: arrays of four, three, four and four numbers, as four dimensions want; the
-        // address is not followed here.
+        // SAFETY: the arrays have the four, three, four and four numbers that four dimensions need;
+        // the address is not dereferenced here.
         let result = unsafe {
             sys::cuTensorMapEncodeTiled(
                 &mut map,

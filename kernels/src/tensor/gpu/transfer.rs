@@ -1,4 +1,4 @@
-//! The copies of [`crate::tensor::transfer`], and the locked memory that they go through.
+//! The copies of [`crate::tensor::transfer`], and the pinned memory that they use.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,29 +10,29 @@ use crate::tensor::host::{with_bytes, with_bytes_mut};
 use crate::tensor::view::expect_elements;
 use crate::{Error, Result};
 
-/// The least number of bytes of a block.
+/// Smallest block, in bytes.
 const LEAST: usize = 64 << 10;
 
-/// How many bytes are locked at a time, where a block is smaller. Every microbatch takes some small
-/// blocks, and the host runs up to two steps ahead of the device: locked one by one as they are
-/// missed, they would hold up steps long after the first ones.
+/// Bytes that are pinned at a time for smaller blocks. Every microbatch takes some small blocks,
+/// and the host runs up to two steps ahead of the device. Pinning blocks one by one would therefore
+/// delay steps long after the first ones.
 const AT_ONCE: usize = 4 << 20;
 
-/// Memory of the host in which elements of one dtype lie.
+/// Host memory for elements of one dtype.
 struct Block {
-    /// Keeps the memory locked: ends before it does.
+    /// Keeps the memory pinned; dropped before the memory.
     _locked: Option<Locked>,
     /// Flat.
     elements: Tensor,
-    /// When the device has copied what was in it.
+    /// Reached when the device has copied the block's contents.
     until: Option<Event>,
 }
 
-/// Those that nobody uses. There are never more than were in use at one time, but for [`AT_ONCE`].
+/// Unused blocks. Apart from [`AT_ONCE`], there are never more blocks than were in use at one time.
 static FREE: Mutex<Vec<Block>> = Mutex::new(Vec::new());
 
 impl Block {
-    /// One for `n` elements: the smallest that is free and not much too large, else a new one.
+    /// A block for `n` elements: the smallest free one that is not much too large, else a new one.
     fn take(gpu: &Gpu, n: usize, dtype: DType) -> Result<Self> {
         let room =
             (n * dtype.size_in_bytes()).next_power_of_two().max(LEAST) / dtype.size_in_bytes();
@@ -44,8 +44,8 @@ impl Block {
             };
             let copied = |block: &Block| block.until.as_ref().is_none_or(Event::is_reached);
             let mut fitting: Vec<usize> = (0..free.len()).filter(|&at| fits(&free[at])).collect();
-            // Of one size the one that has been free for the longest first: its copy is the
-            // likeliest to be done, and asking takes time.
+            // Among blocks of one size, the one that has been free the longest comes first: its
+            // copy is most likely done, and each query takes time.
             fitting.sort_by_key(|&at| free[at].elements.elem_count());
             if let Some(at) = fitting.into_iter().find(|&at| copied(&free[at])) {
                 return Ok(Self { until: None, ..free.remove(at) });
@@ -92,7 +92,7 @@ pub fn mark(device: &Device) -> Result<Mark> {
     Ok(Mark { event: Gpu::on(device, "mark")?.mark()?, device: device.clone() })
 }
 
-/// Room for what `t` holds.
+/// Room for the elements of `t`.
 pub fn room(t: &Tensor) -> Result<Staged> {
     let n = t.elem_count();
     let block = Block::take(&Gpu::of(t, "room")?, n, t.dtype())?;
@@ -100,7 +100,7 @@ pub fn room(t: &Tensor) -> Result<Staged> {
     Ok(Staged { block: Some(block), view })
 }
 
-/// Of a mark on the device of `t`.
+/// The GPU of `t`, if the mark is on the same device.
 fn gpu_of(t: &Tensor, after: &Mark, op: &'static str) -> Result<Gpu> {
     if t.device().same_device(&after.device) {
         return Gpu::of(t, op);
@@ -133,8 +133,8 @@ pub fn put(mut from: Staged, t: &Tensor, after: &Mark) -> Result<()> {
     Ok(())
 }
 
-/// Copies `bytes` of the host to the device by way of locked memory, in the order of the device's
-/// stream. They are taken when this returns.
+/// Copies `bytes` from the host to the device through pinned memory, in the order of the device's
+/// stream. `bytes` may change once this returns.
 #[cfg(feature = "cuda")]
 pub fn upload(gpu: &Gpu, bytes: &[u8], to: super::DevicePointer) -> Result<()> {
     const OP: &str = "upload";

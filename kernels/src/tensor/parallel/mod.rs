@@ -1,8 +1,8 @@
-//! Splitting work over rayon's threads: inline where there is one thread or little to do.
+//! Splits work over rayon's threads. Runs inline if there is one thread or little work.
 //!
-//! Cuts depend on sizes alone, or the pieces are independent of each other; so no result depends on
-//! the number of threads. Which thread gets what is the same in every operation, as far as all are
-//! as fast ([`WorkQueue`]).
+//! Partitions depend on sizes alone, or the pieces are independent of each other, so no result
+//! depends on the number of threads. While all threads are equally fast, each gets the same pieces
+//! in every operation ([`WorkQueue`]).
 
 mod queue;
 mod spin;
@@ -11,16 +11,16 @@ use std::marker::PhantomData;
 
 pub use queue::WorkQueue;
 
-/// Elements below which handing work to another thread costs more than it saves.
+/// Number of elements below which handing work to another thread costs more than it saves.
 pub const GRAIN: usize = 16 * 1024;
 
-/// Threads of the current pool.
+/// Number of threads of the current pool.
 pub fn threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// Calls `f` with the number of each of `threads` threads of the current pool, on those that have
-/// nothing else to do: perhaps on one thread after the other, perhaps with the same number twice.
+/// Calls `f` with the index of each of `threads` threads of the current pool, on the threads that
+/// are idle. One thread may make several of these calls, and an index may come twice.
 pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
     match rayon::current_thread_index() {
         Some(caller) => on_those_of(caller, threads, &f),
@@ -30,7 +30,7 @@ pub fn on_threads(threads: usize, f: impl Fn(usize) + Sync) {
     }
 }
 
-/// As [`on_threads`], for the thread of the pool that has number `caller`.
+/// As [`on_threads`], called from the pool's thread `caller`.
 fn on_those_of(caller: usize, threads: usize, f: &(dyn Fn(usize) + Sync)) {
     let _call = spin::Call::begin();
     rayon::scope(|scope| {
@@ -52,7 +52,7 @@ pub fn for_each(n: usize, f: impl Fn(usize) + Sync) {
     with_queue(n, |queue, thread| queue.take_all(thread, &f));
 }
 
-/// Has threads call `f`, which takes numbers of 0..n until there are none.
+/// Lets threads call `f`. Each call takes numbers of 0..n from the queue until none are left.
 pub fn with_queue(n: usize, f: impl Fn(&WorkQueue, usize) + Sync) {
     if n <= 1 || threads() == 1 {
         f(&WorkQueue::new(n, 1), 0);
@@ -62,16 +62,16 @@ pub fn with_queue(n: usize, f: impl Fn(&WorkQueue, usize) + Sync) {
     }
 }
 
-/// Calls `f` with the number of the first element and the elements of every block of `block` of
-/// them.
+/// Calls `f` for every block of `block` elements, with the index of its first element and the
+/// elements.
 pub fn blocks<T: Send>(out: &mut [T], block: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     let out = Blocks::of(out, block);
     // SAFETY: each number comes once.
     for_each(out.count, |i| f(i * out.block, unsafe { out.get(i) }));
 }
 
-/// Calls `f` with the number of the block and the blocks of `a` (`block_a` elements) and `b`
-/// (`block_b`) of that number.
+/// Calls `f` with i, block i of `a` (`block_a` elements) and block i of `b` (`block_b` elements),
+/// for every i.
 pub fn blocks2<A: Send, B: Send>(
     a: &mut [A],
     block_a: usize,
@@ -84,7 +84,7 @@ pub fn blocks2<A: Send, B: Send>(
     for_each(a.count.min(b.count), |i| unsafe { f(i, a.get(i), b.get(i)) });
 }
 
-/// A slice in blocks, for tasks that take each of them once.
+/// A slice in blocks, for tasks that take each block once.
 struct Blocks<'a, T> {
     slice: Shared<T>,
     len: usize,
@@ -107,12 +107,12 @@ impl<'a, T> Blocks<'a, T> {
     }
 
     /// # Safety
-    /// `i` is less than the count, and nobody else has this block.
+    /// `i` is less than the count, and no other code holds this block.
     #[allow(clippy::mut_from_ref, reason = "blocks are disjoint")]
     unsafe fn get(&self, i: usize) -> &mut [T] {
         let start = i * self.block;
-        // SAFETY: elements of the slice, which is borrowed for as long as this lives; the caller's
-        // promise.
+        // SAFETY: elements of the slice, which is borrowed for as long as this lives; disjoint by
+        // the caller's promise.
         unsafe {
             std::slice::from_raw_parts_mut(
                 self.slice.0.add(start),
@@ -122,7 +122,7 @@ impl<'a, T> Blocks<'a, T> {
     }
 }
 
-/// Rows of `width` elements that make a block of about [`GRAIN`] elements.
+/// Number of rows of `width` elements in a block of about [`GRAIN`] elements.
 pub fn rows_per_block(width: usize) -> usize {
     (GRAIN / width.max(1)).max(1)
 }

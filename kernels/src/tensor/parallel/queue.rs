@@ -3,20 +3,20 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// 0..n for some threads: each draws those of a part of its own, in order, then those that are left
-/// of the others' parts.
+/// The numbers 0..n, shared by some threads. Each thread first draws the numbers of its own part,
+/// in order, and then steals the remaining numbers of other parts.
 ///
-/// Parts depend on nothing but n and the number of threads, so of operations that follow each other
-/// a thread gets the same rows, as far as all threads are as fast: it finds in its caches what it
-/// wrote before, and writes what no other core has read (which takes several times as long where
-/// cores share no cache).
+/// Parts depend only on n and the number of threads. While all threads are equally fast, a thread
+/// gets the same rows in consecutive operations. It finds in its caches what it wrote before, and
+/// writes lines that no other core has read (which takes several times as long where cores share no
+/// cache).
 pub struct WorkQueue {
     n: usize,
-    /// Of every part, how many were drawn, or more.
+    /// For every part, how many numbers were drawn, or more.
     drawn: Box<[Line]>,
 }
 
-/// On a cache line of its own, of which processors fetch two at a time.
+/// Alone on a pair of cache lines, because processors fetch lines in pairs.
 #[repr(align(128))]
 struct Line(AtomicUsize);
 
@@ -39,7 +39,7 @@ impl WorkQueue {
         })
     }
 
-    /// Calls `f` with numbers until none is left.
+    /// Calls `f` with numbers until none are left.
     pub fn take_all(&self, thread: usize, mut f: impl FnMut(usize)) {
         while let Some(i) = self.take(thread) {
             f(i);
@@ -93,12 +93,12 @@ mod tests {
         assert_eq!(drawn(1, 3), [3, 4, 5]);
         assert_eq!(drawn(0, 1), [0]);
         assert!(!queue.is_empty());
-        // Then it takes what others have not come to yet, of the next part first.
+        // Then it steals numbers that other threads have not drawn yet, from the next part first.
         assert_eq!(drawn(1, 5), [6, 7, 8, 9, 1]);
         assert!(!queue.is_empty());
         assert_eq!(drawn(1, 1), [2]);
         assert!(queue.is_empty() && (0..3).all(|thread| queue.take(thread).is_none()));
-        // Whoever has no part of its own takes from others'.
+        // A thread without a part of its own takes from other parts.
         assert_eq!(WorkQueue::new(2, 2).take(5), Some(1));
     }
 }

@@ -1,23 +1,23 @@
-//! Threads that have finished their part of an operation stay awake for the next one.
+//! Keeps threads that have finished their part of an operation awake for the next one.
 //!
-//! Rayon's threads go to sleep after some ten microseconds without work, and waking one takes
-//! longer than many operations between two products do. As those of OpenMP, ours wait a little
-//! longer first; whoever else wants their cores gets them meanwhile.
+//! Rayon's threads go to sleep after some ten microseconds without work. Waking one takes longer
+//! than many operations between two matrix products. Like those of OpenMP, our threads therefore
+//! spin a little longer first; meanwhile they yield their cores to other work.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// How long a thread looks for work before it may sleep: a multiple of what a step spends between
-/// operations, and little beside what waits for disks and users.
+/// How long a thread looks for work before it may sleep. This is a multiple of the time between a
+/// step's operations, and short compared with waits for disks and users.
 const SPIN_TIME: Duration = Duration::from_millis(1);
 
 thread_local! {
     static SPINS: Cell<bool> = const { Cell::new(false) };
-    /// Operations for whose end this thread waits, or will.
+    /// Number of operations that this thread waits for, or will wait for.
     static CALLS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// An operation that the calling thread waits for: until it ends, the thread may not stay anywhere
+/// An operation that the calling thread waits for. Until it ends, the thread must not spin anywhere
 /// else.
 pub struct Call(());
 
@@ -34,17 +34,17 @@ impl Drop for Call {
     }
 }
 
-/// Whether the calling thread has nobody waiting for it.
+/// Whether the calling thread is waiting for no operation.
 fn is_free() -> bool {
     CALLS.get() == 0
 }
 
-/// Has the calling thread of the pool stay awake once it has finished its job, which must not be
-/// one that waits for others.
+/// Keeps the calling thread of the pool awake after its job. The job must not be one that waits for
+/// others.
 pub fn after_job() {
     let here = rayon::current_thread_index();
     if here.is_some() && !SPINS.get() && is_free() {
-        // Another thread, which waits for a job, may take this one meanwhile.
+        // Another thread that waits for a job may run this closure; it must not spin then.
         rayon::spawn(move || {
             if rayon::current_thread_index() == here && is_free() {
                 spin();
@@ -86,19 +86,19 @@ mod tests {
     use super::SPIN_FOREVER;
     use crate::tensor::parallel;
 
-    /// Pools, and operations that each caller calls on one.
+    /// Number of pools, and operations that each caller runs on one.
     const ROUNDS: usize = 40;
     const OPERATIONS: usize = 3;
 
-    /// How many parts of operations threads of a new pool do, which spin without end. Operations
-    /// are called by so many threads outside of the pool, or by one within.
+    /// Number of parts that the threads of a new pool compute while they spin without end.
+    /// `callers` threads outside the pool call the operations, or, if none, one thread inside.
     fn parts_done(threads: usize, callers: Option<usize>) -> usize {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let parts = AtomicUsize::new(0);
         let one = || {
             parallel::on_threads(threads, |thread| {
                 assert!(thread < threads);
-                // Long enough that others come and take something.
+                // Long enough for other threads to come and steal.
                 std::thread::sleep(Duration::from_micros(20));
                 parts.fetch_add(1, Ordering::Relaxed);
             })

@@ -1,9 +1,9 @@
-//! The collectives of large tensors between ranks that may read and write each other's memory:
-//! every byte is copied once, straight out of the tensor where it is, or into the one where it
-//! belongs. MPI libraries call this cross-memory attach.
+//! Collectives of large tensors between ranks that can access each other's memory. Every byte is
+//! copied once, directly from the source tensor or to the destination tensor. MPI libraries call
+//! this cross-memory attach.
 //!
-//! The windows serve to tell where the tensors are, and to meet when all have done their part.
-//! A tensor's storage is locked only while this rank writes it, never while waiting for a peer.
+//! The windows only exchange the addresses of the tensors and serve as a barrier at the end. A
+//! tensor's storage is locked only while this rank writes it, never while waiting for a peer.
 
 use std::io;
 use std::ops::Range;
@@ -19,23 +19,24 @@ use crate::comm::local::{Mark, Reach, read_memory, write_memory};
 use crate::comm::reduce::reduce_in_place;
 use crate::{Error, Result};
 
-/// Bytes of a rank's part from which on this is done between two ranks. Below, the system calls
-/// outweigh the copies that they save.
+/// Minimum bytes of a rank's part for this method between two ranks. For smaller parts the system
+/// calls cost more than the saved copies.
 const FROM: usize = 32 << 10;
-/// The same between more ranks, where there are more calls, and of a reduce-scatter, which saves
+/// The same minimum for more ranks, which need more calls, and for a reduce-scatter, which saves
 /// fewer copies.
 const FROM_OF_MANY: usize = 64 << 10;
-/// Bytes of all ranks together that are combined at a time: they stay in a second-level cache.
+/// Bytes, over all ranks, that are combined at a time. They fit in a second-level cache.
 const PIECES: usize = 512 << 10;
-/// A call whose ranks read and write each other's memory.
+/// A call whose ranks access each other's memory.
 struct Direct<'r, 'a> {
     rounds: &'r mut Rounds<'a>,
     pids: Arc<[u32]>,
-    /// Where each member's tensor is.
+    /// Address of each member's tensor.
     addresses: Vec<u64>,
 }
 
-/// Whether all members can read and write the memory of all, which they find out together, once.
+/// The members' process ids if all members can access each other's memory, else `None`. The members
+/// find this out together, in the first call.
 fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
     match rounds.reach() {
         Reach::No => return Ok(None),
@@ -71,10 +72,10 @@ fn pids(rounds: &mut Rounds) -> Result<Option<Arc<[u32]>>> {
 }
 
 impl<'r, 'a> Direct<'r, 'a> {
-    /// Tells the others where `t` is; none where they cannot reach it there.
+    /// Exchanges the tensors' addresses. `None` if not all members can access each other's memory.
     fn begin(rounds: &'r mut Rounds<'a>, t: &Tensor) -> Result<Option<Self>> {
         let Some(pids) = pids(rounds)? else { return Ok(None) };
-        // The caller holds the tensor until all have met, so its memory stays where it is.
+        // The caller holds the tensor until all members have met, so its memory does not move.
         let address = with_bytes(t, "send", |all| Ok(all.as_ptr().addr() as u64))?;
         let mut addresses = Vec::with_capacity(pids.len());
         rounds.fill(8, |slot| {
@@ -92,30 +93,30 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(Some(Self { rounds, pids, addresses }))
     }
 
-    /// Waits until all have done their `work`. Where it failed because a peer is gone, that is the
-    /// error.
+    /// Waits until all members have finished, then returns the result of this rank's `work`. If a
+    /// peer is gone, its loss is the error.
     fn meet(self, work: Result<()>) -> Result<()> {
         self.rounds.pass()?;
         self.rounds.read(|_| Ok(()))?;
         work
     }
 
-    /// The other members, each rank beginning with another.
+    /// The other members, starting with a different one on each rank.
     fn peers(&self) -> impl Iterator<Item = usize> + use<> {
         let (n, me) = (self.rounds.core.size(), self.rounds.core.rank);
         (1..n).map(move |i| (me + i) % n)
     }
 
-    /// Copies what begins at byte `at` of `peer`'s tensor.
+    /// Copies bytes from `peer`'s tensor, starting at byte `at`.
     fn read(&self, peer: usize, at: usize, out: &mut [u8]) -> Result<()> {
         let done = read_memory(self.pids[peer], self.addresses[peer] + at as u64, out);
         done.or_else(|error| Err(self.out_of_reach("read", peer, out.len(), &error)?))
     }
 
-    /// Copies `bytes` to byte `at` of every other's tensor.
+    /// Copies `bytes` to byte `at` of every other member's tensor.
     ///
     /// # Safety
-    /// Nobody else may read or write there while this call lasts, and the others must keep their
+    /// No other code may read or write there during this call, and the others must keep their
     /// tensors until all have met.
     #[allow(unsafe_code)]
     unsafe fn write_to_all(&self, at: usize, bytes: &[u8]) -> Result<()> {
@@ -127,10 +128,10 @@ impl<'r, 'a> Direct<'r, 'a> {
         })
     }
 
-    /// What to say where `peer`'s memory could not be reached.
+    /// The error for memory of `peer` that could not be accessed.
     ///
     /// # Errors
-    /// If the peer is gone, what says so.
+    /// If the peer is gone: the error that reports the loss.
     fn out_of_reach(
         &self,
         what: &str,
@@ -138,7 +139,7 @@ impl<'r, 'a> Direct<'r, 'a> {
         len: usize,
         error: &io::Error,
     ) -> Result<Error> {
-        // It may have died after it told where its tensor is.
+        // The peer may have died after it sent the address.
         if error.raw_os_error() == Some(libc::ESRCH) {
             self.rounds.await_loss(peer)?;
         }
@@ -151,9 +152,9 @@ impl<'r, 'a> Direct<'r, 'a> {
         )))
     }
 
-    /// Combines `range` of the members' tensors, of which `input` is this rank's, into `to` of `t`,
-    /// which may be the very place. Piece by piece `then` gets what was combined and where in the
-    /// tensors that is.
+    /// Combines `range` of the members' tensors into byte `to` of `t`, which may be the same place.
+    /// `input` is this rank's tensor. Calls `then` with each combined piece and its position in the
+    /// tensors.
     fn combine(
         &mut self,
         input: &Tensor,
@@ -184,8 +185,8 @@ impl<'r, 'a> Direct<'r, 'a> {
         Ok(())
     }
 
-    /// Copies `len` bytes from byte `at` of `peer`'s tensor, not this rank's, to byte `to` of `t`;
-    /// in pieces, so that others who write to the storage need not wait long.
+    /// Copies `len` bytes from byte `at` of the tensor of `peer`, which is another rank, to byte
+    /// `to` of `t`. It copies in pieces, so that other writers of the storage wait only briefly.
     fn copy(&self, peer: usize, at: usize, len: usize, t: &Tensor, to: usize) -> Result<()> {
         for piece in pieces(len, PIECES) {
             let place = to + piece.start..to + piece.end;
@@ -197,7 +198,7 @@ impl<'r, 'a> Direct<'r, 'a> {
     }
 
     /// Copies `len` bytes from byte `at` of `input`, this rank's tensor, to byte `place` of `t`,
-    /// unless that is where they are.
+    /// unless both are the same memory.
     fn take_own(
         &self,
         input: &Tensor,
@@ -216,7 +217,8 @@ impl<'r, 'a> Direct<'r, 'a> {
             })?;
             return Ok(());
         }
-        // One storage cannot be read while it is lent, but its memory can.
+        // candle does not allow a read while the same storage is borrowed for writing, but its
+        // memory can be read.
         with_bytes_mut(t, "receive", |all| {
             let out = &mut all[place..place + len];
             let is_there = self.addresses[me] + at as u64 == out.as_ptr().addr() as u64;
@@ -231,21 +233,21 @@ fn share_storage(a: &Tensor, b: &Tensor) -> bool {
     address(a) == address(b)
 }
 
-/// Bytes of a rank's part from which on it pays.
+/// Minimum bytes of a rank's part for this method.
 fn from(rounds: &Rounds) -> usize {
     if rounds.core.size() == 2 { FROM } else { FROM_OF_MANY }
 }
 
 /// A reduce-scatter and an all-gather (Rabenseifner 2004) in one: every rank combines its slice and
-/// writes it into the tensors of all. As all below, it says whether the call was done; where not,
-/// nothing was done, by any member.
+/// writes it to the tensors of all members. This function and those below return whether the call
+/// was done. If false, no member has done anything.
 pub fn all_reduce(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool> {
     if rounds.bytes() < rounds.core.size() * from(rounds) {
         return Ok(false);
     }
     let done = reduce_for_all(rounds, t, op);
     if done.is_err() {
-        // A peer that has not noticed may still write there.
+        // A peer that has not noticed the failure may still write to this memory.
         std::mem::forget(t.clone());
     }
     done
@@ -256,11 +258,11 @@ fn reduce_for_all(rounds: &mut Rounds, t: &Tensor, op: ReduceOp) -> Result<bool>
         (rounds.core.size(), rounds.core.rank, rounds.width(), rounds.bytes());
     let Some(mut direct) = Direct::begin(rounds, t)? else { return Ok(false) };
     let own = slice(len, width, me, n);
-    // What this rank writes, apart from what the others do.
+    // The elements that only this rank writes.
     let mine = t.flatten_all()?.narrow(0, own.start / width, own.len() / width)?;
     let combined = direct.combine(t, own.clone(), (&mine, 0), op, |direct, at, sums| {
-        // SAFETY: the slice is this rank's alone to read and write, in every member's tensor, and
-        // all keep them until they have met.
+        // SAFETY: only this rank reads and writes the slice, in every member's tensor, and all
+        // members keep their tensors until they have met.
         #[allow(unsafe_code)]
         unsafe {
             direct.write_to_all(at, sums)

@@ -1,10 +1,10 @@
-//! The collectives over messages: direct exchanges between every pair of ranks.
+//! Collectives over messages: direct exchanges between every pair of ranks.
 //!
 //! All-reduce is a reduce-scatter and an all-gather (Rabenseifner 2004) without trees or rings:
-//! each rank receives its slice from everyone, combines it in rank order, and returns it, so bits
-//! never depend on timing. Short tensors are exchanged whole and combined everywhere, which is one
-//! round instead of two and gives the same bits. A tensor's storage is locked only while it is
-//! copied or combined, never while waiting for a peer.
+//! each rank receives its slice from every other rank, combines it in rank order, and returns it.
+//! Bits therefore never depend on timing. Short tensors are exchanged whole and combined on every
+//! rank, which takes one round instead of two and gives the same bits. A tensor's storage is locked
+//! only while it is copied or combined, never while waiting for a peer.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ fn read(t: &Tensor) -> Result<Payload> {
     Ok(with_bytes(t, "send", |all| Ok(Arc::new(all.to_vec())))?)
 }
 
-/// One message from every peer; `None` at this rank's own place.
+/// Receives one message from every peer; `None` at this rank's own place.
 fn recv_all(
     core: &Core,
     phase: u8,
@@ -146,8 +146,8 @@ pub fn broadcast(core: &Core, call: Call, t: &Tensor, root: usize) -> Result<()>
     write(t, 0, &core.recv(root, 0, call, Some(part(call, 0).len()), &[])?)
 }
 
-/// Where only the root receives: it tells the others that it takes itself for the root. Without
-/// that, two ranks that name each other's place would wait for each other.
+/// For operations in which only the root receives: the root confirms its role to the others.
+/// Without this, two ranks that each name the other as root would wait for each other.
 fn agree_on_root(core: &Core, call: Call, root: usize) -> Result<()> {
     if core.rank != root {
         return core.recv(root, 1, call, Some(0), &[]).map(drop);

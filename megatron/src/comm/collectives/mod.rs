@@ -1,5 +1,5 @@
-//! The collectives: over messages, over windows of shared memory, and, of large tensors, straight
-//! out of and into the other ranks' memory. All give the same bits.
+//! Collectives: over messages, over windows of shared memory, and, for large tensors, by direct
+//! access to the other ranks' memory. All give the same bits.
 
 mod direct;
 mod messages;
@@ -16,8 +16,8 @@ use super::group::Core;
 use super::message::{Call, Payload};
 use crate::Result;
 
-/// Defines each operation by the one of the same name over the group's windows or, without those,
-/// over messages.
+/// Defines each operation by the function of the same name over the group's windows, or over
+/// messages if there are no windows.
 macro_rules! either {
     ($($name:ident($($arg:ident: $t:ty),*) -> $r:ty;)*) => {$(
         pub(crate) fn $name(core: &Core, call: Call, $($arg: $t),*) -> Result<$r> {
@@ -42,13 +42,14 @@ either! {
     all_gather_bytes(mine: Payload) -> Vec<Vec<u8>>;
 }
 
-/// The ranges of at most `step` bytes that `len` bytes consist of; one empty range if there are
-/// none, since ranks meet even then.
+/// Splits `len` bytes into ranges of at most `step` bytes. Gives one empty range for 0 bytes,
+/// because ranks must meet in that case, too.
 fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     (0..len.div_ceil(step).max(1)).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
-/// Byte range of the slice that rank `i` of `n` combines of `len` bytes, in elements of `width`.
+/// Byte range of the slice of `len` bytes that rank `i` of `n` combines, in whole elements of
+/// `width` bytes.
 fn slice(len: usize, width: usize, i: usize, n: usize) -> Range<usize> {
     let count = len / width;
     count * i / n * width..count * (i + 1) / n * width

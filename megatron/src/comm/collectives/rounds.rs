@@ -1,8 +1,8 @@
-//! Going through the blocks of a group's windows in step: waiting, and checking that all members do
-//! the same.
+//! Steps through the blocks of a group's windows: waits, and checks that all members make the same
+//! call.
 //!
-//! Every block carries the header of its call, even where it has no bytes, so ranks that disagree
-//! about anything notice at once.
+//! Every block carries the header of its call, even if it has no bytes. Ranks that disagree thus
+//! notice at once.
 
 use std::sync::MutexGuard;
 
@@ -20,7 +20,7 @@ pub struct Rounds<'a> {
     pub core: &'a Core,
     pub call: Call,
     windows: MutexGuard<'a, Windows>,
-    /// The header of the next block, as it travels; blocks differ in their length alone.
+    /// The encoded header of the next block. Blocks of a call differ only in their length.
     header: HeaderWords,
 }
 
@@ -31,7 +31,7 @@ impl<'a> Rounds<'a> {
         Some(Self { core, call, windows, header: core.header(0, call, 0).words() })
     }
 
-    /// Bytes of an element.
+    /// Bytes of one element.
     pub fn width(&self) -> usize {
         width(self.call.dtype)
     }
@@ -41,17 +41,18 @@ impl<'a> Rounds<'a> {
         self.call.count as usize * self.width()
     }
 
-    /// What the group knows of reading its members' memory.
+    /// The group's knowledge about access to its members' memory.
     pub fn reach(&mut self) -> &mut Reach {
         &mut self.windows.reach
     }
 
-    /// Memory of the group that this call may use as it likes.
+    /// Memory of the group that this call may use freely.
     pub fn scratch(&mut self) -> &mut Vec<u8> {
         &mut self.windows.scratch
     }
 
-    /// The error for `peer`, whose process is gone, as soon as it is noticed.
+    /// Waits until the loss of `peer`, whose process is gone, is noticed, and returns it as the
+    /// error.
     pub fn await_loss(&self, peer: usize) -> Result<()> {
         self.core.await_peer(peer, self.windows.posted_by(peer), |_| false, &self.call)
     }
@@ -72,7 +73,8 @@ impl<'a> Rounds<'a> {
                 let has_block = |peer| windows.has_block(peer);
                 self.core.await_peer(peer, windows.posted_by(peer), has_block, &self.call)?;
             }
-            // Compared as they travel, since decoding one takes as long as a small operation may.
+            // Compares the encoded headers, because decoding one takes as long as a small
+            // operation.
             let theirs = windows.header(peer);
             let ([.., len], [expected @ .., _]) = (theirs, &self.header);
             let len = u64::from_le(len);
@@ -104,8 +106,8 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// As [`Rounds::fill`], from the bytes of `t`. The block is posted before the storage is let
-    /// go, which would wait until what was written has left the core.
+    /// As [`Rounds::fill`], from the bytes of `t`. It posts the block before it unlocks the
+    /// storage: unlocking would first wait for the pending writes of the core.
     pub fn fill_from(
         &mut self,
         t: &Tensor,
@@ -121,12 +123,12 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// The first `len` bytes of what was filled last.
+    /// The first `len` bytes of the last filled block.
     pub fn filled(&self, len: usize) -> &[u8] {
         self.windows.last_posted(len)
     }
 
-    /// Posts a block without bytes, where this rank has nothing to say.
+    /// Posts an empty block, if this rank has nothing to send.
     pub fn pass(&mut self) -> Result<()> {
         self.fill(0, |_| Ok(()))
     }
@@ -139,7 +141,7 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
-    /// As [`Rounds::read`], filling this rank's next block with `len` bytes meanwhile.
+    /// As [`Rounds::read`], and fills this rank's next block with `len` bytes at the same time.
     pub fn read_and_fill(
         &mut self,
         len: usize,

@@ -1,11 +1,11 @@
-//! The collectives over windows of shared memory: direct exchanges between all ranks, in blocks
-//! that stay in a cache.
+//! Collectives over windows of shared memory: direct exchanges between all ranks, in blocks that
+//! fit in a cache.
 //!
-//! A rank copies a block of its tensor into its window; the others read it there, so every byte is
-//! copied once on its way out and combined or copied once on its way in. While one block is read
-//! the next is filled already. Where ranks may reach each other's memory, [`direct`] does the large
-//! ones. A tensor's storage is locked only while a block is copied or combined, never while waiting
-//! for a peer.
+//! A rank copies a block of its tensor to its window, and the other ranks read it there. Every byte
+//! is copied once on the way out, and combined or copied once on the way in. While one block is
+//! read, the next one is already filled. If ranks can access each other's memory, [`direct`]
+//! handles large tensors. A tensor's storage is locked only while a block is copied or combined,
+//! never while waiting for a peer.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -22,14 +22,14 @@ use crate::comm::message::Payload;
 use crate::comm::reduce::reduce_in_place;
 
 /// Tensors of up to this many bytes over all ranks are exchanged whole: one exchange instead of
-/// two, in which everybody combines everything. The bits are the same.
+/// two, and every rank combines everything. The bits are the same.
 const EXCHANGE_WHOLE: usize = 128 << 10;
 
-/// Bytes of a rank's part up to which its copy in the output waits for the others': lending the
-/// output takes longer than the copy.
+/// For parts of up to this many bytes, a rank copies its own part to the output together with the
+/// others' parts, because locking the output takes longer than the copy.
 const COPIED_AT_ONCE: usize = 512;
 
-/// Fills and reads a block for every piece, filling the next before one is read.
+/// Fills and reads one block per piece. The next block is filled before the current one is read.
 fn pipelined<'a>(
     mut rounds: Rounds<'a>,
     pieces: impl Iterator<Item = Range<usize>> + Clone,
@@ -68,12 +68,13 @@ fn fill_parts(rounds: &mut Rounds, t: &Tensor, part: usize, piece: Range<usize>)
     })
 }
 
-/// Bytes of the largest piece of which a block holds `n`, of elements of `width` bytes.
+/// Bytes of the largest piece, in whole elements of `width` bytes, such that a block holds `n`
+/// pieces.
 fn share_of_block(n: usize, width: usize) -> usize {
     (BLOCK / n / width).max(1) * width
 }
 
-/// Combines `parts`, among them what is there (`None`), into `range` of `t`.
+/// Combines `parts` into `range` of `t`. `None` among the parts stands for the present content.
 fn combine<'a>(
     t: &Tensor,
     range: Range<usize>,
@@ -85,7 +86,7 @@ fn combine<'a>(
     })?
 }
 
-/// Copies `bytes` to where `t` has `range`.
+/// Copies `bytes` to byte `at` of `t`.
 fn write(t: &Tensor, at: usize, bytes: &[u8]) -> Result<()> {
     with_bytes_mut(t, "receive", |all| {
         all[at..at + bytes.len()].copy_from_slice(bytes);
@@ -110,8 +111,8 @@ pub fn all_reduce(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     )
 }
 
-/// A reduce-scatter and an all-gather (Rabenseifner 2004) per block: every rank combines its slice
-/// for all.
+/// Per block a reduce-scatter and an all-gather (Rabenseifner 2004): every rank combines its slice
+/// for all ranks.
 fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<()> {
     let (n, me, width) = (rounds.core.size(), rounds.core.rank, rounds.width());
     let pieces: Vec<_> = pieces(rounds.bytes(), BLOCK).collect();
@@ -126,7 +127,7 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
             Ok(())
         })
     };
-    // All but this rank's own slice, which nobody else reads.
+    // Everything except this rank's own slice, which no other rank reads.
     let fill = |rounds: &mut Rounds, piece: &Range<usize>| {
         rounds.fill_from(t, piece.len(), |all, slot| {
             let (own, mine) = (slice(piece.len(), width, me, n), &all[piece.clone()]);
@@ -152,7 +153,7 @@ fn all_reduce_by_slices(mut rounds: Rounds, t: &Tensor, op: ReduceOp) -> Result<
                 ))
             })?
         })?;
-        // One piece later, so that nobody waits for the sums of others.
+        // The sums are read one piece later, so that no rank waits for the sums of others.
         if i > 0 {
             read_sums(&mut rounds, &pieces[i - 1])?;
         }
@@ -166,9 +167,9 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
     }
     let (n, me, len) = (rounds.core.size(), rounds.core.rank, rounds.bytes());
     let at_once = len <= COPIED_AT_ONCE;
-    // Where the input is, as soon as a block of it is filled.
+    // Address of the input, known as soon as a block of it is filled.
     let from = Cell::new(0);
-    // Copies a block to where the output has it; this rank's own may be there.
+    // Copies a block to its place in the output. This rank's own block may already be there.
     let receive = |all: &mut [u8], member: usize, piece: &Range<usize>, block: &[u8]| {
         let part = &mut all[member * len..][piece.clone()];
         if member != me || part.as_ptr().addr() != from.get() + piece.start {
@@ -186,7 +187,7 @@ pub fn all_gather(mut rounds: Rounds, input: &Tensor, output: &Tensor) -> Result
             if at_once {
                 return Ok(());
             }
-            // While the others' are on their way.
+            // Overlaps with the transfer of the others' blocks.
             with_bytes_mut(output, "receive", |all| {
                 receive(all, me, &piece, rounds.filled(piece.len()));
                 Ok(())
@@ -323,7 +324,8 @@ pub fn barrier(mut rounds: Rounds) -> Result<()> {
     rounds.read(|_| Ok(()))
 }
 
-/// Every rank's bytes follow their number; the first block tells all how many blocks there will be.
+/// Each rank sends the number of its bytes, then the bytes. From the first block all ranks know how
+/// many blocks follow.
 pub fn all_gather_bytes(mut rounds: Rounds, mine: Payload) -> Result<Vec<Vec<u8>>> {
     let stream = [&(mine.len() as u64).to_le_bytes()[..], &mine].concat();
     let mut gathered = vec![Vec::new(); rounds.core.size()];

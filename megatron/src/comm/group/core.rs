@@ -1,5 +1,5 @@
-//! What the operations of a group use: its identity, messages and waits among its members, and what
-//! becomes of failures.
+//! The part of a group that its operations use: identity, messages and waits among the members, and
+//! the handling of failures.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -10,10 +10,10 @@ use crate::comm::local::{RingPosition, Windows};
 use crate::comm::message::{Call, Header, Message, Payload};
 use crate::{Error, Result};
 
-/// How long operations that are still queued may take once their group is dropped.
+/// Time limit for operations that are still queued when their group is dropped.
 const LINGER: Duration = Duration::from_secs(10);
 
-/// What the operations of a group need while they run.
+/// The data that a group's operations need.
 pub(crate) struct Core {
     pub name: String,
     pub id: u64,
@@ -22,12 +22,13 @@ pub(crate) struct Core {
     /// Members as ranks of the world.
     pub ranks: Vec<usize>,
     pub endpoint: Arc<Endpoint>,
-    /// When the handle was dropped: waits end soon after.
+    /// Time when the handle was dropped; waits end soon after.
     pub dropped: Mutex<Option<Instant>>,
-    /// Why the group cannot be used any more: after a failure its ranks are no longer at the same
-    /// operation.
+    /// The reason why the group is unusable. After a failure its ranks may be at different
+    /// operations.
     pub broken: OnceLock<String>,
-    /// Where its collectives exchange data, if all members share memory. Held by the one that runs.
+    /// Windows for its collectives, if all members share memory. The running collective holds the
+    /// lock.
     pub windows: Option<Mutex<Windows>>,
 }
 
@@ -36,7 +37,7 @@ impl Core {
         self.ranks.len()
     }
 
-    /// Whether this rank may read and write the memory of others.
+    /// Whether this rank may access the memory of others.
     pub fn remote_memory_access(&self) -> bool {
         self.endpoint.options.remote_memory_access
     }
@@ -62,7 +63,7 @@ impl Core {
         lock(&self.dropped).map_or(deadline, |dropped| deadline.min(dropped + LINGER))
     }
 
-    /// What precedes `len` bytes of `call`.
+    /// The header of `len` bytes of `call`.
     pub fn header(&self, phase: u8, call: Call, len: usize) -> Header {
         Header { group: self.id, phase, call, len: len as u64 }
     }
@@ -72,7 +73,7 @@ impl Core {
         self.endpoint.send(self.ranks[peer], self.header(phase, call, payload.len()), payload);
     }
 
-    /// The error of this rank in `call`, while `peer` is in `theirs`.
+    /// The error of this rank in `call`, if `peer` is in the call `theirs`.
     pub fn disagreement(&self, peer: usize, theirs: Call, call: Call) -> Error {
         let mut ranks = [(self.ranks[peer], theirs), (self.endpoint.rank, call)];
         ranks.sort_unstable_by_key(|(rank, _)| *rank);
@@ -83,8 +84,8 @@ impl Core {
         ))
     }
 
-    /// The next message of `peer`, which must belong to `call` and hold `len` bytes. `others` are
-    /// those whose messages the caller waits for next; they are named, too, if the time runs out.
+    /// The next message from `peer`, which must belong to `call` and hold `len` bytes. `others` are
+    /// the peers that the caller waits for next; a timeout names them, too.
     pub fn recv(
         &self,
         peer: usize,
@@ -109,7 +110,7 @@ impl Core {
         Ok(payload)
     }
 
-    /// The next message of `peer` under `key`.
+    /// The next message from `peer` with `key`.
     pub fn wait(&self, peer: usize, key: Key, call: &Call, others: &[usize]) -> Result<Message> {
         let start = Instant::now();
         self.endpoint.recv(self.ranks[peer], key, || self.deadline(start)).map_err(|failure| {
@@ -124,8 +125,8 @@ impl Core {
         })
     }
 
-    /// Waits until `peer` has brought about `ready` by moving `position` on. Later peers that are
-    /// not ready are named, too, if the time runs out.
+    /// Waits until `peer` makes `ready` true by advancing `position`. A timeout also names later
+    /// peers that are not ready.
     pub fn await_peer(
         &self,
         peer: usize,
@@ -149,8 +150,8 @@ impl Core {
         })
     }
 
-    /// The error for waiting for `peer` in vain since `start`; `late` are others that have not come
-    /// either.
+    /// The error of a wait for `peer` that started at `start` and failed. `late` are other peers
+    /// that have not arrived.
     fn failed(
         &self,
         failure: Failure,
@@ -179,7 +180,7 @@ impl Core {
         Error::PeerLost { rank: loss.rank, how: loss.how, operation: self.operation(call) }
     }
 
-    /// Runs one collective; after a failure the group refuses everything else.
+    /// Runs one collective. After a failure the group refuses all further ones.
     pub fn run(&self, call: Call, operation: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
         if let Some(loss) = self.endpoint.verdict() {
             return Err(self.lost(loss, &call));

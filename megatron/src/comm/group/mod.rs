@@ -1,7 +1,7 @@
 //! A group of ranks over any backend: the [`Communicator`] that `threads`, `local` and `tcp` share.
 //!
-//! Groups of one world share its connections; messages carry the group's identity, so a split costs
-//! one exchange of (color, key) and, where ranks share memory, a window of it.
+//! Groups of one world share its connections. Messages carry the group's identity, so a split costs
+//! only one exchange of (color, key) and, if ranks share memory, one window.
 
 mod core;
 mod receive;
@@ -27,12 +27,12 @@ use super::message::{Call, Message, Op, is_sendable};
 use super::{collectives, operands, staging};
 use crate::{Error, Result};
 
-/// Messages of at least so many bytes are handed over in shared memory, where there is any.
+/// Messages of at least this many bytes go through shared memory, if there is any.
 const HEAP_FROM: usize = 32 << 10;
 
 /// A rank's membership in a group, over any backend.
 pub(crate) struct EndpointGroup {
-    // Dropped first: its thread finishes the queue with the core still connected.
+    // Dropped first: its thread finishes the queue while the core is still connected.
     executor: Executor,
     core: Arc<Core>,
     splits: AtomicU64,
@@ -77,7 +77,7 @@ impl EndpointGroup {
         })
     }
 
-    /// Issues a collective: gives it its number and its place in the queue.
+    /// Issues a collective: assigns its number and queues it.
     fn issue(
         &self,
         call: Call,
@@ -87,8 +87,8 @@ impl EndpointGroup {
         let recorder = Recorder::current();
         let job = move |seq| {
             let call = Call { seq, ..call };
-            // The group's own thread records for the thread that issued; whoever waits, and runs
-            // it, records already.
+            // The group's worker thread records for the issuing thread. A waiting thread that runs
+            // the operation itself already records.
             let beside = recorder.filter(|_| Recorder::current().is_none());
             let _entered = beside.map(|recorder| recorder.enter(&format!("comm {}", core.name)));
             let bytes = call.count as usize * width(call.dtype);
@@ -96,14 +96,14 @@ impl EndpointGroup {
             core.run(call, |core| operation(core, call))
         };
         if self.core.size() == 1 {
-            // With nobody who could be at another operation.
+            // In a group of one, no other rank can be at another operation.
             job(0)?;
             return Ok(Work::done());
         }
         self.executor.submit(&self.core.name, job)
     }
 
-    /// Issues an exchange of bytes and waits for it.
+    /// Exchanges bytes and waits for the result.
     fn gather_bytes(&self, op: Op, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = Arc::new(Mutex::new(Vec::new()));
         let (bytes, out) = (Arc::new(bytes.to_vec()), gathered.clone());
@@ -171,7 +171,7 @@ impl EndpointGroup {
     }
 }
 
-/// A call of `op` on `t`, which was checked.
+/// The call of `op` on `t`, which was checked.
 fn call_on(op: Op, t: &Tensor) -> Call {
     Call { dtype: t.dtype(), count: t.elem_count() as u64, ..Call::new(op) }
 }
@@ -315,7 +315,7 @@ impl Communicator for EndpointGroup {
             .filter(|_| len >= HEAP_FROM && dst != self.core.rank);
         staging::read(&staging::issued(t)?, |t| {
             if let Some(block) = heap.and_then(|heap| heap.allocate(len)) {
-                // Told first, so that the receiver copies along.
+                // Announced first, so that the receiver can copy while the sender writes.
                 let place = Arc::new((block.offset as u64).to_le_bytes().to_vec());
                 self.core.send(dst, Message::IN_HEAP, call, place);
                 with_bytes(t, "send", |bytes| {
@@ -428,14 +428,14 @@ impl Drop for EndpointGroup {
     }
 }
 
-/// Bytes of an element.
+/// Bytes of one element.
 pub(crate) fn width(dtype: DType) -> usize {
     dtype.size_in_bytes()
 }
 
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// FNV-1a, continued from `hash`.
+/// FNV-1a hash, continued from `hash`.
 fn fnv(hash: u64, bytes: &[u8]) -> u64 {
     bytes
         .iter()

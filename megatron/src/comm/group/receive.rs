@@ -1,4 +1,4 @@
-//! Receives: a message waits in the inbox, or in shared memory, until somebody waits for it.
+//! Receives. A message stays in the inbox, or in shared memory, until a caller waits for it.
 
 use std::sync::Arc;
 
@@ -13,7 +13,8 @@ use crate::comm::message::{Call, Message};
 use crate::comm::staging::{self, Issued};
 use crate::{Error, Result};
 
-/// A receive that happens when it is waited for; until then the message waits in the inbox.
+/// A receive that is performed when a caller waits for it. Until then the message stays in the
+/// inbox.
 pub(super) struct Receive {
     pub core: Arc<Core>,
     pub t: Issued,
@@ -56,14 +57,14 @@ impl Pending for Receive {
     }
 
     fn detach(self: Box<Self>) {
-        // The caller gave up the result, so there is nobody to tell of a failure; the group's next
-        // wait meets it.
+        // The caller dropped the result, so a failure cannot be reported to it; the group's next
+        // wait reports it.
         let receiver = std::thread::Builder::new().name(format!("comm-recv-{}", self.core.name));
         let _ = receiver.spawn(move || drop(self.complete()));
     }
 }
 
-/// Copies `bytes` into `t`, starting `offset` bytes into it.
+/// Copies `bytes` to `t`, starting at byte `offset`.
 pub(crate) fn write(t: &Tensor, offset: usize, bytes: &[u8]) -> Result<()> {
     Ok(with_bytes_mut(t, "receive", |all| match all.get_mut(offset..offset + bytes.len()) {
         Some(part) => {

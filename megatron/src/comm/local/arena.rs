@@ -1,8 +1,8 @@
-//! Memory that the ranks of one host share besides the rings: windows for collectives and a heap
-//! for large messages.
+//! Memory that the ranks of one host share in addition to the rings: windows for collectives and a
+//! heap for large messages.
 //!
-//! Every rank owns a part of it, in which it alone hands out windows and blocks and tells the
-//! others where they are. What nobody has touched costs nothing.
+//! Every rank owns a part of it. Only the owner assigns windows and blocks in its part, and tells
+//! the others where they are. Untouched pages take no memory.
 #![allow(unsafe_code)]
 
 use std::fs::{File, Permissions};
@@ -18,11 +18,11 @@ use super::heap::Heap;
 use super::window::{WINDOW_BYTES, Window};
 use crate::comm::inbox::lock;
 
-/// Groups that a rank may belong to at a time and have a window for; others exchange messages.
+/// Maximum number of a rank's groups with a window at a time. Further groups exchange messages.
 const WINDOWS: usize = 64;
 
-/// Bytes of a rank's heap in a world of `size` ranks: several messages of the largest usual size,
-/// less where there are many ranks.
+/// Bytes of a rank's heap in a world of `size` ranks: room for several messages of the largest
+/// usual size, but less with many ranks.
 fn heap_bytes(size: usize) -> usize {
     ((4 << 30) / size.max(1)).clamp(32 << 20, 1 << 30).next_multiple_of(PAGE)
 }
@@ -31,24 +31,24 @@ fn rank_bytes(size: usize) -> usize {
     WINDOWS * WINDOW_BYTES + heap_bytes(size)
 }
 
-/// An unnamed file of `len` bytes in memory (`memfd_create(2)`), mapped. It vanishes with the last
-/// process that maps it.
+/// An unnamed file of `len` bytes in memory (`memfd_create(2)`), mapped. The system frees it with
+/// the last process that maps it.
 pub fn unnamed(len: usize) -> std::io::Result<(File, MmapRaw)> {
     // SAFETY: the name is a C string; the result is checked.
     let fd = unsafe { libc::memfd_create(c"megatron-comm".as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: `fd` was just created and belongs to nobody else.
+    // SAFETY: `fd` was just created and has no other owner.
     let file = unsafe { File::from_raw_fd(fd) };
-    // For this user alone, as `/proc` shows its descriptor to others, too.
+    // Accessible to this user alone, because `/proc` shows the descriptor to others, too.
     file.set_permissions(Permissions::from_mode(0o600))?;
     file.set_len(len as u64)?;
     let map = MmapOptions::new().len(len).map_raw(&file)?;
     Ok((file, map))
 }
 
-/// A range of shared memory, as long as anybody looks at it.
+/// A range of shared memory, which stays mapped while any handle exists.
 #[derive(Clone)]
 pub struct Memory {
     map: Arc<MmapRaw>,
@@ -60,7 +60,7 @@ impl Memory {
     /// The range of `len` bytes from `start`.
     ///
     /// # Panics
-    /// If it is not within this one.
+    /// If the range exceeds this one.
     pub fn part(&self, start: usize, len: usize) -> Self {
         assert!(
             start.checked_add(len).is_some_and(|end| end <= self.len),
@@ -82,8 +82,8 @@ impl Memory {
         unsafe { &*pointer }
     }
 
-    /// The first of `len` bytes from `offset` on. Whoever reads or writes through it sees to it
-    /// that nobody else writes.
+    /// A pointer to the first of `len` bytes from `offset` on. Callers that read or write through
+    /// it must ensure that nothing else writes there.
     pub fn bytes(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
@@ -94,7 +94,7 @@ impl Memory {
     }
 }
 
-/// Types that consist of atomics alone.
+/// Types that consist only of atomics.
 ///
 /// # Safety
 /// Any bytes must be a value, and changes by others at any time must be allowed.
@@ -109,26 +109,26 @@ pub struct Arena {
     uses: Mutex<Vec<Use>>,
 }
 
-/// What a rank knows of a window of its own.
+/// The state of one of this rank's own windows.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
     InUse,
-    /// Given back, but so many others may still read it until they have left their group, too.
+    /// Given back. Others may read it until this many members have left their group, too.
     Left(usize),
 }
 
 impl Arena {
-    /// Bytes for a world of `size` ranks.
+    /// Bytes of the arena for a world of `size` ranks.
     pub fn bytes(size: usize) -> usize {
         size * rank_bytes(size)
     }
 
-    /// Rank `rank`'s view of an arena that begins at byte `start` of `map`.
+    /// Rank `rank`'s view of the arena that begins at byte `start` of `map`.
     pub fn new(map: Arc<MmapRaw>, start: usize, rank: usize, size: usize) -> Arc<Self> {
         let len = map.len();
         let memory = Memory { map, start: 0, len }.part(start, Self::bytes(size));
         let heap = Heap::new(Self::heap_of(&memory, rank, size));
-        // The world's window, which every rank knows to be the first.
+        // The first window belongs to the world; every rank knows this.
         Arc::new(Self { memory, rank, size, heap, uses: Mutex::new(vec![Use::InUse]) })
     }
 
@@ -154,7 +154,7 @@ impl Arena {
         })
     }
 
-    /// Takes a window of this rank into use; `None` if all are.
+    /// Takes a free window of this rank; `None` if there is none.
     pub fn take_window(&self) -> Option<usize> {
         let mut uses = lock(&self.uses);
         let is_free = |(index, of): (usize, &Use)| match of {
@@ -176,7 +176,7 @@ impl Arena {
         Some(index)
     }
 
-    /// Gives a window of this rank back, which `others` ranks may be looking at.
+    /// Gives back a window of this rank, which `others` members may still read.
     pub fn give_back(&self, index: usize, others: usize) {
         lock(&self.uses)[index] = Use::Left(others);
     }

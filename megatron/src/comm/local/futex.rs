@@ -20,7 +20,7 @@ pub fn wait(word: &AtomicU32, seen: u32, patience: Duration) {
     }
 }
 
-/// Wakes whoever sleeps on `word`.
+/// Wakes all threads that sleep on `word`.
 pub fn wake(word: &AtomicU32) {
     // SAFETY: `word` is a live, aligned u32; waking has no other effect.
     unsafe {

@@ -1,8 +1,8 @@
-//! Blocks of shared memory that large messages are handed over in.
+//! Blocks of shared memory that carry large messages.
 //!
-//! The sender copies a message into a block of its own heap and tells the receiver where it is; the
-//! receiver copies it out and marks the block. Both work at the same time: the sender publishes how
-//! far it has come.
+//! The sender copies a message to a block of its own heap and tells the receiver its place. The
+//! receiver copies the message out and marks the block as done. Both work at the same time, because
+//! the sender publishes its progress.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -14,35 +14,35 @@ use super::copy_out::copy_out;
 use super::ring_position::RingPosition;
 use crate::comm::inbox::lock;
 
-/// Bytes that are published, and copied, at a time.
+/// Bytes that are copied and published at a time.
 pub const PIECE: usize = 128 << 10;
-/// Where the data of a block begins.
+/// Offset of the data in a block.
 const DATA: usize = 128;
 
-/// The start of a block.
+/// The header of a block.
 #[repr(C)]
 struct Control {
-    /// Pieces that the sender has written.
+    /// Number of pieces that the sender has written.
     written: RingPosition,
-    /// The receiver needs it no more.
+    /// Whether the receiver is done with the block.
     done: AtomicU32,
 }
 
-// SAFETY: atomics alone.
+// SAFETY: consists only of atomics.
 unsafe impl Shared for Control {}
 
-/// A rank's own heap. First fit, so that few pages are ever touched.
+/// A rank's own heap. First fit, which touches few pages.
 pub struct Heap {
     memory: Memory,
-    /// Blocks in order of their place.
+    /// Allocated blocks, ordered by position.
     live: Mutex<Vec<(Range<usize>, Arc<()>)>>,
 }
 
-/// A block that its owner writes.
+/// A block that its owner is writing.
 pub struct Draft {
     pub offset: usize,
     memory: Memory,
-    /// While this lives the block is not given again.
+    /// While this handle lives, the block is not reused.
     _writing: Arc<()>,
 }
 
@@ -56,7 +56,7 @@ impl Heap {
         Self { memory, live: Mutex::default() }
     }
 
-    /// A block for `len` bytes; `None` if there is no room now.
+    /// Allocates a block for `len` bytes; `None` if there is no room now.
     pub fn allocate(&self, len: usize) -> Option<Draft> {
         let bytes = len.checked_add(DATA)?.next_multiple_of(DATA);
         let mut live = lock(&self.live);
@@ -87,13 +87,13 @@ impl Heap {
 }
 
 impl Draft {
-    /// Writes the message piece by piece; the receiver may read along.
+    /// Writes the message piece by piece; the receiver may read published pieces meanwhile.
     pub fn write(self, bytes: &[u8]) {
         let written = &self.memory.at::<Control>(0).written;
         for (i, piece) in bytes.chunks(PIECE).enumerate() {
             let to = self.memory.bytes(DATA + i * PIECE, piece.len());
-            // SAFETY: `to` has room for the piece within this block, which the receiver does not
-            // read before it is published.
+            // SAFETY: `to` has room for the piece within this block, and the receiver does not read
+            // it before it is published.
             let to = unsafe { std::slice::from_raw_parts_mut(to, piece.len()) };
             copy_out(to, piece);
             written.publish(i as u32 + 1);
@@ -102,7 +102,7 @@ impl Draft {
 }
 
 impl Block {
-    /// The block of `len` bytes at `offset` of `heap`; `None` if none can be there.
+    /// The block of `len` bytes at `offset` of `heap`; `None` if no block can be there.
     pub fn open(heap: &Memory, offset: usize, len: usize) -> Option<Self> {
         let bytes = len.checked_add(DATA)?;
         let fits = offset.is_multiple_of(DATA)
@@ -118,23 +118,23 @@ impl Block {
         self.memory.len() - DATA
     }
 
-    /// What tells that the sender has come further.
+    /// The position that the sender advances.
     pub fn written(&self) -> &RingPosition {
         &self.control().written
     }
 
-    /// Whether the `index`-th piece is there.
+    /// Whether the `index`-th piece has been written.
     pub fn has(&self, index: usize) -> bool {
         self.written().position.load(Ordering::Acquire) as usize > index
     }
 
-    /// The `index`-th piece; call only once it is there.
+    /// The `index`-th piece, which must have been written.
     pub fn piece(&self, index: usize) -> &[u8] {
         let start = index * PIECE;
         let len = PIECE.min(self.len() - start);
         let from = self.memory.bytes(DATA + start, len);
-        // SAFETY: `len` bytes of the block, which the sender has published and leaves alone until
-        // this block is dropped.
+        // SAFETY: `len` bytes of the block, which the sender has published and does not change
+        // until this block is dropped.
         unsafe { std::slice::from_raw_parts(from, len) }
     }
 }

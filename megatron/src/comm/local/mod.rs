@@ -1,10 +1,10 @@
 //! Backend for processes of one host, over shared memory: a ring of bytes per ordered pair of ranks
 //! for messages, windows for collectives, and a heap per rank for large messages. Threads of one
-//! process share windows and heaps, too.
+//! process use windows and heaps, too.
 //!
-//! The memory belongs to an unnamed file (`memfd_create`) that the others open through rank 0's
-//! `/proc` entry, so nothing stays behind however a run ends. Waiting ranks sleep in the kernel and
-//! look ten times a second whether their peer still lives.
+//! The memory belongs to an unnamed file (`memfd_create`), which the other ranks open through rank
+//! 0's `/proc` entry. Nothing stays behind, however a run ends. Waiting ranks sleep in the kernel
+//! and check ten times per second whether their peer is alive.
 
 mod arena;
 mod copy_out;
@@ -35,29 +35,29 @@ use super::endpoint::{LOOKS, Link, TICK, ends_of_chains};
 use super::inbox::{Loss, lock};
 use super::message::{Header, Message, Payload};
 
-/// Bytes of a page of memory.
+/// Bytes of a memory page.
 const PAGE: usize = 4096;
 
-/// How often a waiting rank looks after the ranks that it does not wait for.
+/// Interval at which a waiting rank also checks the ranks that it does not wait for.
 const CHECK_ALL: Duration = Duration::from_secs(1);
 
-/// A message that is being read; it may arrive in many pieces.
+/// A partially received message; it may arrive in many pieces.
 #[derive(Default)]
 struct Incoming {
     header: Vec<u8>,
     body: Option<(Header, Vec<u8>)>,
 }
 
-/// A message that did not fit into the ring at once.
+/// A message that did not fit into the ring as a whole.
 struct Outgoing {
     header: [u8; Header::BYTES],
     payload: Payload,
-    /// Bytes of header and payload that are in the ring already.
+    /// Bytes of header and payload that are already in the ring.
     written: usize,
 }
 
 impl Outgoing {
-    /// Writes what fits; returns whether that was anything.
+    /// Writes as much as fits; returns whether it wrote anything.
     fn advance(&mut self, ring: &Ring) -> bool {
         let before = self.written;
         if self.written < Header::BYTES {
@@ -77,9 +77,9 @@ impl Outgoing {
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Outgoing>,
-    /// The thread is writing a message that it took from the queue.
+    /// Whether the thread is writing a message that it took from the queue.
     busy: bool,
-    /// Set when the rank leaves: when to give up on what is still queued.
+    /// Set when the rank leaves: the time to give up on queued messages.
     closing: Option<Instant>,
     thread: Option<JoinHandle<()>>,
 }
@@ -117,7 +117,7 @@ impl Sender {
         self.changed.notify_all();
     }
 
-    /// Writes what is queued as the receiver makes room.
+    /// Writes queued messages as the receiver makes room.
     fn run(&self) {
         let mut queue = lock(&self.queue);
         loop {
@@ -143,7 +143,7 @@ impl Sender {
         }
     }
 
-    /// Whether nobody will read what is queued.
+    /// Whether queued messages will not be read.
     fn is_pointless(&self) -> bool {
         let late = lock(&self.queue).closing.is_some_and(|deadline| Instant::now() >= deadline);
         late || self.segment.verdict().is_some() || !self.segment.reads(self.dst)
@@ -158,12 +158,12 @@ pub(crate) struct LocalLink {
     arena: Arc<Arena>,
     last_check: Mutex<Instant>,
     timeout: Duration,
-    /// Every rank may have a core of its own.
+    /// Whether every rank may have its own core.
     alone: bool,
 }
 
 impl LocalLink {
-    /// Connects over a segment that this rank has joined. `timeout` bounds how long leaving waits
+    /// Connects over a segment that this rank has joined. `timeout` limits how long leaving waits
     /// for receivers.
     pub fn new(segment: Arc<Segment>, timeout: Duration) -> Self {
         let (rank, size) = (segment.rank(), segment.size());
@@ -188,7 +188,7 @@ impl LocalLink {
 }
 
 impl Incoming {
-    /// Reads what is there; returns whether that was anything.
+    /// Reads what has arrived; returns whether there was anything.
     fn advance(&mut self, ring: &Ring) -> Result<bool, String> {
         let mut any = false;
         if self.body.is_none() {
@@ -245,12 +245,12 @@ impl Link for LocalLink {
             if any || ring.wait_readable(patience, self.alone) {
                 continue;
             }
-            // Asked first: it says why others have left meanwhile.
+            // Checked first, because it explains why other ranks have left.
             if let Some(loss) = self.segment.verdict() {
                 return Err(loss);
             }
             return match self.segment.gone(src) {
-                // What it wrote before it went is still there to be read.
+                // What the peer wrote before it was lost can still be read.
                 Some(how) if ring.is_empty() => Err(lost(how)),
                 _ => Ok(None),
             };
@@ -266,7 +266,7 @@ impl Link for LocalLink {
             return None;
         }
         *last = Instant::now();
-        // Ranks that left in peace are the business of those who still need them.
+        // A rank that left regularly matters only to the ranks that still need it.
         (0..self.segment.size())
             .find_map(|rank| self.segment.died(rank).map(|how| Loss { rank, how }))
     }
@@ -274,7 +274,7 @@ impl Link for LocalLink {
     fn culprits(&self, missing: Vec<usize>) -> Vec<usize> {
         let before = self.segment.beats();
         for _ in 0..LOOKS {
-            // This rank is not the one that hangs, and others may be asking just now.
+            // This rank is not the one that hangs, and others may be asking at the same time.
             self.segment.beat();
             std::thread::sleep(TICK);
         }
@@ -312,7 +312,7 @@ impl Link for LocalLink {
 
 impl Drop for LocalLink {
     fn drop(&mut self) {
-        // Two ranks that leave do not wait for each other to read.
+        // Two ranks that leave must not wait for each other to read.
         self.segment.start_leaving();
         let deadline = Instant::now() + self.timeout;
         for sender in &self.senders {
@@ -321,7 +321,7 @@ impl Drop for LocalLink {
         }
         for sender in &self.senders {
             let thread = lock(&sender.queue).thread.take();
-            // The thread has nothing to report: what it could not deliver, its receiver misses.
+            // The thread reports nothing: a receiver misses what was not delivered.
             let _ = thread.map(JoinHandle::join);
         }
         self.segment.leave();

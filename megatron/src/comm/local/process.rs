@@ -1,21 +1,21 @@
-//! Whether a process of this host still lives.
+//! Checks whether a process of this host is alive.
 //!
-//! A process is its pid and its start time, since the kernel hands pids out again
+//! A process is identified by its pid and its start time, because the kernel reuses pids
 //! (`proc_pid_stat(5)`).
 
-/// A process, recognizable after its pid was given to another.
+/// A process, distinguishable from a later one with the same pid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// In this process's pid namespace.
+    /// Pid in this process's pid namespace.
     pub pid: u32,
-    /// Clock ticks after boot.
+    /// Start time in clock ticks after boot.
     pub start: u64,
 }
 
-/// The kernel's flag of a task that exits (`PF_EXITING` in Linux's `sched.h`).
+/// The kernel's flag of an exiting task (`PF_EXITING` in Linux's `sched.h`).
 const EXITING: u64 = 4;
 
-/// What the text of `/proc/PID/stat` tells.
+/// Fields of `/proc/PID/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stat {
     state: char,
@@ -31,21 +31,21 @@ fn parse(stat: &str) -> Option<Stat> {
 }
 
 impl Stat {
-    /// Whether the process will do nothing any more. Before it is a zombie, one that computed on a
-    /// GPU may spend seconds in giving that back.
+    /// Whether the process will do nothing any more. A process that used a GPU may spend seconds
+    /// exiting, to release it, before it becomes a zombie.
     fn is_over(self) -> bool {
         matches!(self.state, 'Z' | 'X') || self.flags & EXITING != 0
     }
 }
 
 impl Process {
-    /// This process; its start is 0 where `/proc` cannot be read.
+    /// This process. Its start is 0 if `/proc` cannot be read.
     pub fn this() -> Self {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
         Self { pid: std::process::id(), start: parse(&stat).map_or(0, |stat| stat.start) }
     }
 
-    /// Whether it runs; a zombie does not, nor one that exits.
+    /// Whether it runs. A zombie or an exiting process does not.
     pub fn is_alive(self) -> bool {
         match std::fs::read_to_string(format!("/proc/{}/stat", self.pid)) {
             Ok(stat) => parse(&stat).is_none_or(|stat| !stat.is_over() && stat.start == self.start),
@@ -81,7 +81,7 @@ mod tests {
         while process.is_alive() {
             std::thread::yield_now();
         }
-        // Still unreaped: the entry exists.
+        // Not reaped yet: the entry still exists.
         assert!(std::fs::exists(format!("/proc/{}/stat", child.id())).unwrap());
         child.wait().unwrap();
         assert!(!process.is_alive());
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_process_that_exits_is_over_before_it_is_a_zombie() {
-        // As a rank's that was killed while it gives back its GPU, asleep in the driver.
+        // As for a killed rank that is releasing its GPU, asleep in the driver.
         let stat = |flags| {
             parse(&format!("7 (a) D 1 7 7 0 -1 {flags} 1 0 0 0 0 0 0 0 20 0 1 0 4242 1000 1"))
                 .unwrap()

@@ -1,8 +1,8 @@
-//! Reading and writing the memory of other processes of this host (`process_vm_readv(2)`,
+//! Access to the memory of other processes of this host (`process_vm_readv(2)`,
 //! `process_vm_writev(2)`).
 //!
-//! The system allows it to processes of the same user, in the same container; where it does not,
-//! [`Windows`](super::Windows) serve.
+//! The system allows it between processes of the same user in the same container. If it is not
+//! allowed, [`Windows`](super::Windows) are used instead.
 #![allow(unsafe_code)]
 
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -10,23 +10,23 @@ use std::io::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Whether the members of a group can read and write each other's memory.
+/// Whether the members of a group can access each other's memory.
 #[derive(Clone, Default)]
 pub enum Reach {
-    /// Nobody has tried.
+    /// Not tried yet.
     #[default]
     Unknown,
-    /// At least one cannot.
+    /// At least one member cannot.
     No,
-    /// All can; the members' processes.
+    /// All can; the members' process ids.
     Yes(Arc<[u32]>),
 }
 
-/// What others read, and write again as it is, to make sure that it is this process whose memory
-/// they reach.
+/// A random number that other processes read, and write back unchanged, to verify that they access
+/// the memory of this process.
 static SECRET: OnceLock<AtomicU64> = OnceLock::new();
 
-/// A process and a number in its memory.
+/// A process and the address of a number in its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
     pub pid: u32,
@@ -37,9 +37,9 @@ pub struct Mark {
 impl Mark {
     pub const BYTES: usize = 24;
 
-    /// This process's; lets others of the same user reach its memory.
+    /// The mark of this process. Allows other processes of the same user to access its memory.
     pub fn this() -> Self {
-        // Only where Linux's Yama restricts it does this matter or succeed.
+        // This matters, and can succeed, only if Linux's Yama restricts access.
         // SAFETY: sets a property of the process, without pointers.
         #[cfg(target_os = "linux")]
         unsafe {
@@ -65,13 +65,13 @@ impl Mark {
         Some(Self { pid: word(0)?.try_into().ok()?, address: word(1)?, secret: word(2)? })
     }
 
-    /// Whether this process can read and write that one's memory.
+    /// Whether this process can access the memory of the marked process.
     pub fn is_in_reach(self) -> bool {
         let mut there = [0; 8];
         read(self.pid, self.address, &mut there).is_ok()
             && u64::from_ne_bytes(there) == self.secret
-            // SAFETY: that process has its mark's number there, an atomic one, which stays what it
-            // is.
+            // SAFETY: at this address the process has the atomic number of its mark, and the write
+            // does not change its value.
             && unsafe { write(self.pid, self.address, &there) }.is_ok()
     }
 }
@@ -79,7 +79,7 @@ impl Mark {
 /// Copies `out.len()` bytes from `address` of process `pid`, which may be this one.
 ///
 /// # Errors
-/// If the process is gone, has no such memory, or keeps it to itself.
+/// If the process is gone, has no such memory, or does not allow access.
 pub fn read(pid: u32, address: u64, out: &mut [u8]) -> Result<()> {
     // SAFETY: `out` is this call's to write to.
     unsafe { transfer(Direction::Here, pid, address, out.as_mut_ptr(), out.len()) }
@@ -91,13 +91,14 @@ pub fn read(pid: u32, address: u64, out: &mut [u8]) -> Result<()> {
 /// As [`read`].
 ///
 /// # Safety
-/// Nobody may read or write there meanwhile, and that process must have kept the memory for this.
+/// Nothing else may access that memory during the call, and the process must have reserved it for
+/// this purpose.
 pub unsafe fn write(pid: u32, address: u64, bytes: &[u8]) -> Result<()> {
     // SAFETY: the caller's promise; `bytes` are only read.
     unsafe { transfer(Direction::There, pid, address, bytes.as_ptr().cast_mut(), bytes.len()) }
 }
 
-/// Which way bytes go.
+/// The direction of a transfer.
 enum Direction {
     Here,
     There,
@@ -106,8 +107,8 @@ enum Direction {
 /// Copies `len` bytes between `here` and `there` of process `pid`.
 ///
 /// # Safety
-/// The bytes at `here` must be the caller's to read, or to write where they are copied here; those
-/// of the other process are as much its own.
+/// The caller must own the bytes at `here` for reading, or for writing if they are the destination.
+/// The same holds for the bytes in the other process.
 #[cfg(target_os = "linux")]
 unsafe fn transfer(
     direction: Direction,
@@ -122,7 +123,7 @@ unsafe fn transfer(
     };
     let mut done = 0;
     while done < len {
-        // SAFETY: `done` is less than the bytes there are.
+        // SAFETY: `done` is less than `len`.
         let local = libc::iovec { iov_base: unsafe { here.add(done) }.cast(), iov_len: len - done };
         let there = std::ptr::without_provenance_mut(there as usize + done);
         let remote = libc::iovec { iov_base: there, iov_len: len - done };
@@ -141,13 +142,13 @@ unsafe fn transfer(
     Ok(())
 }
 
-/// Not on this system.
+/// Not supported on this system.
 ///
 /// # Errors
 /// Always.
 ///
 /// # Safety
-/// As there.
+/// As on Linux.
 #[cfg(not(target_os = "linux"))]
 unsafe fn transfer(
     _: Direction,
@@ -170,7 +171,7 @@ mod tests {
         assert!(mark.is_in_reach());
         assert!(!Mark { secret: !mark.secret, ..mark }.is_in_reach());
         assert!(!Mark { address: 8, ..mark }.is_in_reach());
-        // No system has so many processes.
+        // No system has this many processes.
         assert!(!Mark { pid: i32::MAX as u32, ..mark }.is_in_reach());
     }
 

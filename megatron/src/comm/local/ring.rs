@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::ring_position::RingPosition;
 use super::segment::Segment;
 
-/// The ring from `src` to `dst`. At a time, at most one thread of `src` writes and one of `dst`
+/// The ring from `src` to `dst`. At any time at most one thread of `src` writes and one of `dst`
 /// reads.
 pub struct Ring {
     segment: Arc<Segment>,
@@ -28,7 +28,7 @@ impl Ring {
         self.segment.ring_positions(self.src, self.dst)
     }
 
-    /// Bytes that are in the ring.
+    /// Number of bytes in the ring.
     fn used(&self) -> usize {
         let (writer, reader) = self.positions();
         let used = writer
@@ -42,7 +42,7 @@ impl Ring {
         self.used() == 0
     }
 
-    /// The at most two runs of memory that `len` bytes from `position` on occupy.
+    /// The one or two ranges of memory that `len` bytes from `position` on occupy.
     fn runs(&self, position: u32, len: usize) -> [(*mut u8, usize); 2] {
         let (data, capacity) =
             (self.segment.ring_data(self.src, self.dst), self.segment.ring_bytes());
@@ -52,7 +52,7 @@ impl Ring {
         [(unsafe { data.add(start) }, first), (data, len - first)]
     }
 
-    /// Writes what fits of `bytes` and returns how much that was.
+    /// Writes as many of `bytes` as fit and returns their number.
     pub fn write(&self, bytes: &[u8]) -> usize {
         let (writer, _) = self.positions();
         let len = bytes.len().min(self.segment.ring_bytes() - self.used());
@@ -71,10 +71,10 @@ impl Ring {
         len
     }
 
-    /// Appends at most `want` bytes to `out` and returns how many those were.
+    /// Appends at most `want` bytes to `out` and returns their number.
     pub fn read(&self, out: &mut Vec<u8>, want: usize) -> usize {
         let (_, reader) = self.positions();
-        // In steps, so that the writer refills one part while this side copies another.
+        // In steps, so that the writer can refill one part while the reader copies another.
         let len = want.min(self.used()).min(self.segment.ring_bytes() / 4);
         if len == 0 {
             return 0;
@@ -106,7 +106,7 @@ impl Ring {
 mod tests {
     use super::*;
 
-    /// A ring whose two ends map the memory apart, as two processes do.
+    /// A ring whose two ends map the memory separately, as two processes do.
     fn ends() -> (Ring, Ring) {
         let first = Segment::create(2, 7).unwrap();
         let second = Segment::join(std::process::id(), first.fd().unwrap(), 1, 2, 7).unwrap();

@@ -1,20 +1,21 @@
-//! A position in shared memory that one side publishes and the other waits for.
+//! A position in shared memory that one side publishes and others wait for.
 //!
-//! The waiting side counts itself in `sleepers` before it sleeps on the position, so publishing
-//! costs a system call only when somebody sleeps.
+//! A waiter increments `sleepers` before it sleeps on the position, so publishing needs a system
+//! call only if there is a sleeper.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::futex;
 
-/// How long a waiter looks again and again before it sleeps; about the cost of being woken.
+/// Time for which a waiter spins before it sleeps; about the cost of a wake-up.
 const SPIN: Duration = Duration::from_micros(20);
-/// The same where there is a core for every rank, which has nothing else to do: being woken there
-/// means that an idle core has to be woken.
+/// The same time if every rank has its own core: a wake-up then has to wake an idle core, and the
+/// core has no other work.
 const SPIN_ALONE: Duration = Duration::from_micros(300);
-/// How long of that it keeps its core for itself, where there is one for every rank. After that
-/// whoever else is there may run: on a busy machine that may be the very rank that is waited for.
+/// The part of this time in which a waiter does not yield its core, if every rank has one.
+/// Afterwards other threads may run: on a busy machine one of them may be the rank that is waited
+/// for.
 const ALONE: Duration = Duration::from_micros(2);
 
 /// A position on its own cache line.
@@ -22,29 +23,29 @@ const ALONE: Duration = Duration::from_micros(2);
 pub struct RingPosition {
     /// Bytes or blocks that this side has written or read so far, modulo 2³².
     pub position: AtomicU32,
-    /// Others that sleep until `position` changes, or are about to.
+    /// Number of waiters that sleep until `position` changes, or are about to.
     sleepers: AtomicU32,
 }
 
 impl RingPosition {
-    /// Publishes that this side has moved on, and wakes the other if it sleeps.
+    /// Publishes a new position, and wakes the waiters that sleep.
     pub fn publish(&self, position: u32) {
-        // In one order with what `wait` does: either this side sees a sleeper, or the sleeper sees
-        // the new position. Exchanged rather than stored before a fence, which takes longer.
+        // In one total order with the operations of `wait`: either this side sees a sleeper, or the
+        // sleeper sees the new position. An exchange is faster than a store and a fence.
         self.position.swap(position, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) != 0 {
             futex::wake(&self.position);
         }
     }
 
-    /// Begins anew, where nobody else looks yet.
+    /// Resets the position, while no other process uses it.
     pub fn reset(&self) {
         self.sleepers.store(0, Ordering::Relaxed);
         self.position.store(0, Ordering::Release);
     }
 
-    /// Looks until it is `ready`, for about as long as being woken would take; returns whether it
-    /// is. `alone` tells that there is a core for every rank.
+    /// Spins until `ready`, for about the duration of a wake-up; returns whether it is ready.
+    /// `alone` means that every rank has its own core.
     pub fn spin(alone: bool, ready: impl Fn() -> bool) -> bool {
         let mut start = None;
         loop {
@@ -54,7 +55,7 @@ impl RingPosition {
                 }
                 std::hint::spin_loop();
             }
-            // Most waits are over before a clock could be read.
+            // Most waits end before a clock could be read.
             let spent = start.get_or_insert_with(Instant::now).elapsed();
             if spent >= if alone { SPIN_ALONE } else { SPIN } {
                 return false;
@@ -65,7 +66,7 @@ impl RingPosition {
         }
     }
 
-    /// Sleeps until `ready`, which this side must bring about, or until `patience` is over; returns
+    /// Sleeps until `ready`, which this side makes true, or until `patience` is over; returns
     /// whether it is ready.
     pub fn wait(&self, patience: Duration, ready: impl Fn() -> bool) -> bool {
         if ready() {
@@ -74,8 +75,8 @@ impl RingPosition {
         if patience.is_zero() {
             return false;
         }
-        // A process that is killed here stays counted, which costs the others a needless system
-        // call at most.
+        // If a process is killed here, its count stays. This costs the others at most a needless
+        // system call.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         let start = Instant::now();
         let is_ready = loop {

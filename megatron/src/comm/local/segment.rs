@@ -1,8 +1,8 @@
-//! The shared memory of one world: who takes part, whether the run is over, and the rings.
+//! The shared memory of one world: its members, the verdict on the run, and the rings.
 //!
-//! Layout, in pages: one with the world's facts and the verdict, those with a slot per rank, then
-//! per ordered pair of ranks one page with the ring's positions and its bytes, then the arena.
-//! Untouched pages cost nothing.
+//! Layout, in pages: one page with the world's facts and the verdict, the pages with one slot per
+//! rank, then, per ordered pair of ranks, one page with the ring's positions and the ring's bytes,
+//! then the arena. Untouched pages take no memory.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -27,7 +27,7 @@ const REASON: usize = 1024;
 
 const ABSENT: u32 = 0;
 const PRESENT: u32 = 1;
-/// Reads no more, but may still be writing.
+/// The rank reads no more, but may still be writing.
 const LEAVING: u32 = 2;
 const LEFT: u32 = 3;
 
@@ -35,22 +35,22 @@ const LEFT: u32 = 3;
 #[repr(C)]
 struct Facts {
     nonce: AtomicU64,
-    /// 0 while the run goes on, 1 while someone writes a verdict, 2 when it is readable.
+    /// 0 while the run continues, 1 while a rank writes a verdict, 2 when the verdict can be read.
     verdict: AtomicU32,
     verdict_rank: AtomicU32,
     reason_len: AtomicU32,
     reason: [AtomicU8; REASON],
 }
 
-/// What a rank says of itself.
+/// The state that a rank publishes about itself.
 #[repr(C)]
 struct Slot {
     state: AtomicU32,
     pid: AtomicU32,
     start: AtomicU64,
-    /// The rank it waits for, plus one; 0 if none.
+    /// The rank that it waits for, plus one; 0 if none.
     awaits: AtomicU32,
-    /// Grows while it waits, so that a rank that hangs is told from one that waits.
+    /// Increases while it waits, which distinguishes a waiting rank from one that hangs.
     beats: AtomicU32,
 }
 
@@ -64,7 +64,7 @@ pub struct Segment {
     ring_bytes: usize,
 }
 
-/// Bytes of one ring: enough to stream at full speed, less where there are many pairs.
+/// Bytes of one ring: enough for full speed, but less with many pairs of ranks.
 fn ring_bytes(size: usize) -> usize {
     ((4 << 20) / size.max(1)).next_power_of_two().clamp(64 << 10, 1 << 20)
 }
@@ -88,7 +88,7 @@ impl Segment {
     /// If the system refuses the memory.
     pub fn create(size: usize, nonce: u64) -> Result<Self> {
         let refused = |e: std::io::Error| {
-            // It is sparse, but limits of file sizes count all of it.
+            // The file is sparse, but limits on file sizes count its full length.
             let advice = if e.raw_os_error() == Some(libc::EFBIG) {
                 "; the limit of file sizes applies to it: `ulimit -f unlimited` where rank 0 starts"
             } else {
@@ -107,20 +107,21 @@ impl Segment {
         Ok(segment)
     }
 
-    /// The file descriptor under which others find the memory in `/proc/PID/fd`.
+    /// The file descriptor by which others find the memory in `/proc/PID/fd`.
     pub fn fd(&self) -> Option<i32> {
         self.file.as_ref().map(AsRawFd::as_raw_fd)
     }
 
-    /// Lets go of the descriptor once everybody has mapped the memory.
+    /// Closes the descriptor after all ranks have mapped the memory.
     pub fn close(&mut self) {
         self.file = None;
     }
 
-    /// Joins the memory that rank 0, process `pid`, holds open as `fd`.
+    /// Joins the memory that rank 0, process `pid`, holds open as descriptor `fd`.
     ///
     /// # Errors
-    /// If it cannot be opened, is not this world's, or another process has joined as this rank.
+    /// If it cannot be opened, belongs to another world, or another process has joined as this
+    /// rank.
     pub fn join(pid: u32, fd: i32, rank: usize, size: usize, nonce: u64) -> Result<Self> {
         let path = format!("/proc/{pid}/fd/{fd}");
         let refused = |why: String| {
@@ -217,7 +218,7 @@ impl Segment {
 
     fn register(&self) -> Result<()> {
         let (this, slot) = (Process::this(), self.slot(self.rank));
-        // Two that write the same rings and windows would spoil the results of all.
+        // Two processes writing the same rings and windows would corrupt the results of all ranks.
         slot.pid.compare_exchange(0, this.pid, Ordering::AcqRel, Ordering::Acquire).map_err(|other| {
             Error::config(format!(
                 "another process (pid {other}) also joined as rank {}; give every process a rank of its own",
@@ -229,39 +230,39 @@ impl Segment {
         Ok(())
     }
 
-    /// This rank reads no more messages.
+    /// Publishes that this rank reads no more messages.
     pub fn start_leaving(&self) {
         self.slot(self.rank).state.store(LEAVING, Ordering::Release);
     }
 
-    /// This rank waits for `src`; to be said again while it does.
+    /// Publishes that this rank waits for `src`; must be repeated while it waits.
     pub fn awaits(&self, src: usize) {
         self.slot(self.rank).awaits.store(src as u32 + 1, Ordering::Relaxed);
         self.beat();
     }
 
-    /// This rank still waits, for whomever it said.
+    /// Publishes that this rank is still waiting.
     pub fn beat(&self) {
         self.slot(self.rank).beats.fetch_add(1, Ordering::Release);
     }
 
-    /// This rank has what it waited for.
+    /// Publishes that this rank has what it waited for.
     pub fn awaits_nobody(&self) {
         self.slot(self.rank).awaits.store(0, Ordering::Relaxed);
     }
 
-    /// How often each rank has said that it waits.
+    /// Each rank's number of reports that it waits.
     pub fn beats(&self) -> Vec<u32> {
         (0..self.size).map(|rank| self.slot(rank).beats.load(Ordering::Acquire)).collect()
     }
 
-    /// Whom `rank` waits for.
+    /// The rank that `rank` waits for.
     pub fn awaited_by(&self, rank: usize) -> Option<usize> {
         let awaited = (self.slot(rank).awaits.load(Ordering::Relaxed) as usize).checked_sub(1)?;
         (awaited < self.size).then_some(awaited)
     }
 
-    /// This rank needs nobody any more, and has written all it had to.
+    /// Publishes that this rank needs no other rank any more and has written everything.
     pub fn leave(&self) {
         self.slot(self.rank).state.store(LEFT, Ordering::Release);
     }
@@ -273,7 +274,7 @@ impl Segment {
             .collect()
     }
 
-    /// How `rank` died, if it did not leave in peace.
+    /// How `rank` died, unless it left regularly.
     pub fn died(&self, rank: usize) -> Option<String> {
         let slot = self.slot(rank);
         let takes_part = || matches!(slot.state.load(Ordering::Acquire), PRESENT | LEAVING);
@@ -284,18 +285,18 @@ impl Segment {
             pid: slot.pid.load(Ordering::Relaxed),
             start: slot.start.load(Ordering::Relaxed),
         };
-        // It may have left between the two looks.
+        // It may have left between the two checks.
         let dead = !process.is_alive() && takes_part();
         dead.then(|| format!("died (pid {})", process.pid))
     }
 
-    /// Whether `rank` will read what is sent to it.
+    /// Whether `rank` will read messages sent to it.
     pub fn reads(&self, rank: usize) -> bool {
         matches!(self.slot(rank).state.load(Ordering::Acquire), ABSENT | PRESENT)
             && self.died(rank).is_none()
     }
 
-    /// Why no more will come from `rank`, if so.
+    /// The reason why nothing more will come from `rank`, if that is so.
     pub fn gone(&self, rank: usize) -> Option<String> {
         if self.slot(rank).state.load(Ordering::Acquire) == LEFT {
             return Some("left the run".into());
@@ -303,7 +304,7 @@ impl Segment {
         self.died(rank)
     }
 
-    /// Ends the run for all ranks, unless it has ended.
+    /// Ends the run for all ranks, unless it has already ended.
     pub fn condemn(&self, loss: &Loss) {
         let facts = self.facts();
         if facts.verdict.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
@@ -316,7 +317,7 @@ impl Segment {
         facts.verdict.store(2, Ordering::Release);
     }
 
-    /// Why the run is over, if it is.
+    /// The reason why the run is over, if it is.
     pub fn verdict(&self) -> Option<Loss> {
         let facts = self.facts();
         if facts.verdict.load(Ordering::Acquire) != 2 {

@@ -1,9 +1,9 @@
-//! Where a rank shows blocks of bytes to the other members of a group.
+//! Windows: memory in which a rank shows blocks of bytes to the other members of a group.
 //!
 //! A window is a ring of [`SLOTS`] blocks with one writer and many readers. The members of a group
-//! go through its blocks in step: everyone posts its k-th block and reads everyone's k-th; a slot
-//! is filled again once all have read it. Blocks stay small enough to be read from a cache of the
-//! machine instead of its memory.
+//! step through the blocks together: each member posts its k-th block and reads the k-th block of
+//! every member. A slot is refilled after all members have read it. Blocks are small enough to be
+//! read from a cache of the machine instead of its memory.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -16,44 +16,45 @@ use super::remote::Reach;
 use super::ring_position::RingPosition;
 use crate::comm::message::{Header, HeaderWords};
 
-/// Bytes of a block. Larger ones leave the cores' own caches, smaller ones have the ranks wait for
-/// each other more often.
+/// Bytes of a block. Larger blocks do not fit the cores' own caches; with smaller ones the ranks
+/// wait for each other more often.
 pub const BLOCK: usize = 512 << 10;
-/// Blocks that a rank may be ahead of the slowest reader; an all-reduce has three in flight.
+/// Number of blocks that a rank may be ahead of the slowest reader, at most. An all-reduce has
+/// three in flight.
 pub const SLOTS: u32 = 4;
 /// Bytes of a window.
 pub const WINDOW_BYTES: usize = PAGE + SLOTS as usize * BLOCK;
-/// Where the notes on the slots begin, each on a cache line of its own.
+/// Offset of the slots' notes, each on its own cache line.
 const NOTES: usize = 1024;
 
-/// The start of a window. While nobody sleeps, readers learn from the slots' notes what they wait
-/// for and leave these lines to the owner.
+/// The header of a window. While no member sleeps, readers read only the slots' notes and leave
+/// these cache lines to the owner.
 #[repr(C)]
 struct Control {
-    /// Blocks that the owner has posted.
+    /// Number of blocks that the owner has posted.
     posted: RingPosition,
-    /// Blocks of each of the others that the owner has read.
+    /// Number of rounds in which the owner has read everyone's blocks.
     taken: RingPosition,
-    /// Members that have left the group.
+    /// Number of members that have left the group.
     departed: AtomicU32,
 }
 
-// SAFETY: atomics alone.
+// SAFETY: consists only of atomics.
 unsafe impl Shared for Control {}
 
-/// What a reader must know of a slot's block, in one cache line, so that it fetches no other before
+/// The facts about a slot's block, in one cache line, so that a reader needs no other line before
 /// the block itself.
 #[repr(C, align(64))]
 struct Note {
-    /// The header of the block, as it travels.
+    /// The encoded header of the block.
     header: [AtomicU64; Header::BYTES / 8],
-    /// Blocks of each of the others that the owner had read when it posted this one.
+    /// The owner's `taken` when it posted this block.
     taken: AtomicU32,
-    /// Blocks that the owner had posted with this one; written last.
+    /// The owner's `posted` including this block; written last.
     posted: AtomicU32,
 }
 
-// SAFETY: atomics alone.
+// SAFETY: consists only of atomics.
 unsafe impl Shared for Note {}
 
 /// One rank's window.
@@ -69,12 +70,12 @@ impl Window {
         self.0.at(0)
     }
 
-    /// How many other members have left the group.
+    /// Number of other members that have left the group.
     pub fn departed(&self) -> &AtomicU32 {
         &self.control().departed
     }
 
-    /// Makes the window as good as new, before the others hear of it.
+    /// Resets the window before other members know of it.
     pub fn reset(&self) {
         let control = self.control();
         control.posted.reset();
@@ -92,22 +93,22 @@ impl Window {
     }
 }
 
-/// Whether `position` has come to `goal`; both count modulo 2³².
+/// Whether `position` has reached `goal`; both count modulo 2³².
 fn reached(position: u32, goal: u32) -> bool {
     position.wrapping_sub(goal).cast_signed() >= 0
 }
 
-/// The windows of all members of a group, in group order, as one of them sees them.
+/// The windows of all members of a group, in group order, as seen by one of them.
 pub struct Windows {
     arena: Arc<Arena>,
     all: Vec<Window>,
     me: usize,
-    /// Which of this rank's windows is the group's.
+    /// Index of the group's window among this rank's windows.
     index: usize,
     posted: u32,
     taken: u32,
-    /// How far each member had read as far as this rank knows: looking costs a cache line that its
-    /// writer then has to fetch back.
+    /// Each member's last known reading position. It is cached, because looking it up takes a cache
+    /// line from its writer.
     taken_by: Vec<Cell<u32>>,
     /// Bytes of the next block of each member.
     lens: Vec<usize>,
@@ -116,8 +117,8 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// `members` are the ranks of the world and the indices of their windows; this rank is the
-    /// `me`-th. `None` if there is no such window.
+    /// `members` are the world ranks and the indices of their windows; this rank is the `me`-th.
+    /// `None` if a window does not exist.
     pub fn new(
         arena: Arc<Arena>,
         me: usize,
@@ -144,17 +145,17 @@ impl Windows {
         })
     }
 
-    /// What tells that `peer` has read blocks.
+    /// The position that `peer` advances when it has read blocks.
     pub fn taken_by(&self, peer: usize) -> &RingPosition {
         &self.all[peer].control().taken
     }
 
-    /// What tells that `peer` has posted blocks.
+    /// The position that `peer` advances when it posts blocks.
     pub fn posted_by(&self, peer: usize) -> &RingPosition {
         &self.all[peer].control().posted
     }
 
-    /// Whether `peer` has read what the next slot to fill still holds.
+    /// Whether `peer` has read the present content of the next slot to fill.
     pub fn has_room(&self, peer: usize) -> bool {
         let (known, goal) = (&self.taken_by[peer], self.posted.wrapping_add(1).wrapping_sub(SLOTS));
         if !reached(known.get(), goal) {
@@ -166,8 +167,8 @@ impl Windows {
     /// Whether `peer` has posted the next block to read.
     pub fn has_block(&self, peer: usize) -> bool {
         let note = self.all[peer].note(self.taken);
-        // Until then the slot has an earlier block, since it is not filled anew before all have
-        // read it.
+        // Until then the slot holds an earlier block, because it is refilled only after all members
+        // have read it.
         let is_there = note.posted.load(Ordering::Acquire) == self.taken.wrapping_add(1);
         if is_there {
             let (known, taken) = (&self.taken_by[peer], note.taken.load(Ordering::Relaxed));
@@ -178,36 +179,35 @@ impl Windows {
         is_there
     }
 
-    /// The next slot to fill; call only once all have room.
+    /// The next slot to fill. All members must have room.
     pub fn slot(&mut self, len: usize) -> &mut [u8] {
         assert!(len <= BLOCK);
-        // SAFETY: `len` bytes within this rank's own window, which no rank reads now: all have read
-        // what it held, as the caller made sure, and wait for this round's block. This rank
-        // neither, since `self` is borrowed mutably.
+        // SAFETY: `len` bytes within this rank's own window. No other rank reads them now: as the
+        // caller ensured, all have read the old content and wait for this round's block. This rank
+        // does not read them either, because `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.all[self.me].block(self.posted), len) }
     }
 
-    /// The header of the next block of `peer`; call only once it is there.
+    /// The header of the next block of `peer`, which must have been posted.
     pub fn header(&self, peer: usize) -> HeaderWords {
         self.all[peer].note(self.taken).header.each_ref().map(|word| word.load(Ordering::Relaxed))
     }
 
-    /// Says how many bytes the next block of `peer` has.
+    /// Sets the number of bytes in the next block of `peer`.
     ///
     /// # Panics
-    /// If those are more than a block can have.
+    /// If `len` exceeds the size of a block.
     pub fn set_len(&mut self, peer: usize, len: usize) {
         assert!(len <= BLOCK);
         self.lens[peer] = len;
     }
 
-    /// The next blocks of all members; call only once all are there and have been given their
-    /// lengths.
+    /// The next blocks of all members. All must have been posted, with their lengths set.
     pub fn blocks(&self) -> Blocks<'_> {
         Blocks(self)
     }
 
-    /// As [`Windows::blocks`], together with the next slot to fill; call only once all have room.
+    /// As [`Windows::blocks`], together with the next slot to fill. All members must have room.
     pub fn blocks_and_slot(&mut self, len: usize) -> (Blocks<'_>, &mut [u8]) {
         assert!(
             self.posted != self.taken
@@ -215,13 +215,13 @@ impl Windows {
                 && len <= BLOCK
         );
         let slot = self.all[self.me].block(self.posted);
-        // SAFETY: as in `slot`. The slot is another than those of the blocks, which lie less than
+        // SAFETY: as in `slot`. The slot differs from those of the blocks, which are less than
         // `SLOTS` rounds behind.
         let slot = unsafe { std::slice::from_raw_parts_mut(slot, len) };
         (Blocks(self), slot)
     }
 
-    /// Shows the slot to the others as this rank's next block.
+    /// Publishes the slot as this rank's next block.
     pub fn post(&mut self, header: &HeaderWords) {
         let window = &self.all[self.me];
         let note = window.note(self.posted);
@@ -235,24 +235,25 @@ impl Windows {
         window.control().posted.publish(self.posted);
     }
 
-    /// The first `len` bytes of the block that this rank has posted last.
+    /// The first `len` bytes of the block that this rank posted last.
     pub fn last_posted(&self, len: usize) -> &[u8] {
         assert!(self.posted != self.taken && len <= BLOCK);
-        // SAFETY: within this rank's own window; only this rank writes there, for which `self` must
-        // be borrowed mutably.
+        // SAFETY: within this rank's own window. Only this rank writes there, and writing needs a
+        // mutable borrow of `self`.
         unsafe {
             std::slice::from_raw_parts(self.all[self.me].block(self.posted.wrapping_sub(1)), len)
         }
     }
 
-    /// Lets the others fill the slots of the blocks that were read.
+    /// Publishes that this rank has read the current blocks, so that their owners may refill the
+    /// slots.
     pub fn take(&mut self) {
         self.taken = self.taken.wrapping_add(1);
         self.all[self.me].control().taken.publish(self.taken);
     }
 }
 
-/// A block of every member, in group order.
+/// One block of every member, in group order.
 #[derive(Clone, Copy)]
 pub struct Blocks<'a>(&'a Windows);
 
@@ -261,18 +262,18 @@ impl<'a> Blocks<'a> {
     pub fn of(self, peer: usize) -> &'a [u8] {
         let Self(windows) = self;
         let from = windows.all[peer].block(windows.taken);
-        // SAFETY: as many bytes of the window of `peer` as a block can have at most. It has posted
-        // the block, as whoever asked for the blocks made sure, and leaves it alone until this rank
-        // has taken it, for which `windows` must be borrowed mutably.
+        // SAFETY: at most the size of a block within the window of `peer`. `peer` has posted the
+        // block, as the caller ensured, and does not change it until this rank has taken it, which
+        // needs a mutable borrow of `windows`.
         unsafe { std::slice::from_raw_parts(from, windows.lens[peer]) }
     }
 
-    /// All of them, with nothing in the place of member `me`, which has its own elsewhere.
+    /// The blocks of all members, with `None` for member `me`, which has its own block elsewhere.
     pub fn but(self, me: usize) -> impl Iterator<Item = Option<&'a [u8]>> {
         (0..self.0.all.len()).map(move |peer| (peer != me).then(|| self.of(peer)))
     }
 
-    /// All of them.
+    /// The blocks of all members.
     pub fn iter(self) -> impl Iterator<Item = &'a [u8]> {
         (0..self.0.all.len()).map(move |peer| self.of(peer))
     }
@@ -306,7 +307,7 @@ mod tests {
             a.post(&header);
             b.post(&header);
         }
-        // The blocks of `b`, too, say that it has read none.
+        // The blocks of `b` also show that it has read none.
         assert!(a.has_block(1) && !a.has_room(1) && b.has_block(0));
         b.set_len(0, 1);
         assert_eq!((b.header(0), b.blocks().of(0)), (header, &[0][..]));

@@ -1,5 +1,5 @@
-//! What a group has of NCCL's while it lives: a communicator, a stream, what is in flight on it,
-//! and how failures there become the run's.
+//! NCCL's part of a group: a communicator, a stream, the operations in flight on it, and the
+//! conversion of its failures to failures of the run.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -15,12 +15,12 @@ use crate::comm::communicator::{Group, Pending, Work};
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
 
-/// What NCCL's part of a group needs while operations are in flight.
+/// The data of NCCL's part of a group while operations are in flight.
 pub struct Core {
-    /// The same ranks on the CPU.
+    /// The group of the same ranks on the CPU.
     pub host: Group,
     pub comm: Comm,
-    /// Operations run on it one after the other.
+    /// The stream on which operations run one after the other.
     pub stream: Arc<CudaStream>,
     pub in_flight: Mutex<Vec<InFlight>>,
     pub watchdog: Arc<Watchdog>,
@@ -31,7 +31,7 @@ pub struct InFlight {
     pub what: &'static str,
     pub since: Instant,
     pub done: Arc<CudaEvent>,
-    /// Kept, since their memory goes back in the order of another stream.
+    /// Kept alive, because freeing them would reuse their memory in the order of another stream.
     _tensors: Vec<Tensor>,
 }
 
@@ -57,8 +57,9 @@ impl Core {
         Ok(core)
     }
 
-    /// A group whose ranks are connected: a first operation on an f32, by all at this point, leaves
-    /// nothing for which a later one would have to wait while its peers are at another group's.
+    /// Creates a group and connects its ranks. All ranks run a first operation on an f32 here, so
+    /// that no later operation must wait for connections while its peers are in an operation of
+    /// another group.
     pub fn connected(
         host: Group,
         comm: Comm,
@@ -87,9 +88,11 @@ impl Core {
         format!("group {} (ranks {})", self.host.name(), ranks.join(","))
     }
 
+    /// Fails if the run is over.
+    ///
     /// # Errors
-    /// If the run is over: the first cause, whatever failed because of it since. `what` is what
-    /// cannot be done now.
+    /// The first cause, whatever failed because of it later. `what` is the operation that cannot
+    /// run now.
     pub fn check(&self, what: &str) -> Result<()> {
         if let Some(found) = self.watchdog.found() {
             return Err(Error::comm(found));
@@ -107,11 +110,12 @@ impl Core {
         Ok(())
     }
 
-    /// What to report when NCCL refuses `what`: the first cause if there is one, or if it is found
-    /// out at once, for NCCL says neither why a communicator was aborted nor which peer it misses.
+    /// The error to report when NCCL refuses `what`: the first cause, if it is known or found at
+    /// once. NCCL itself reports neither why a communicator was aborted nor which peer is missing.
     pub fn cause(&self, what: &str, failed: Failed) -> Error {
         let start = Instant::now();
-        // Longer than the watchdog waits: where it meets the same failure, both say the same.
+        // Longer than the watchdog waits, so that both report the same if they meet the same
+        // failure.
         let patience = if matches!(failed, Failed::Remote(_)) {
             VERDICT + VERDICT / 4
         } else {
@@ -128,12 +132,12 @@ impl Core {
         }
     }
 
-    /// As [`Core::cause`], of an error of the driver's.
+    /// As [`Core::cause`], for an error of the driver.
     pub fn driver(&self, what: &str, e: DriverError) -> Error {
         self.cause(what, Failed::Here(format!("CUDA: {e}")))
     }
 
-    /// Queues `operations`, which use `tensors`, behind what is queued on `compute`.
+    /// Queues `operations`, which use `tensors`, after the work queued on `compute`.
     pub fn queue(
         self: &Arc<Self>,
         what: &'static str,
@@ -147,7 +151,7 @@ impl Core {
         Ok(Work::pending(Queued { core: self.clone(), compute: compute.clone(), done, what }))
     }
 
-    /// As [`Core::queue`], behind an event.
+    /// As [`Core::queue`], but after an event.
     pub fn queue_behind(
         &self,
         what: &'static str,
@@ -168,20 +172,21 @@ impl Core {
             done: done.clone(),
             _tensors: tensors,
         });
-        // Giving memory back waits while the GPU's queue is full, which the watchdog must not: it
-        // may be what empties it.
+        // Freeing memory waits while the GPU's queue is full. The lock is released first, so that
+        // the watchdog, which may have to empty the queue, does not wait, too.
         drop(in_flight);
         drop(ended);
         Ok(done)
     }
 
-    /// Waits until NCCL has queued what it took: the first operations of a group connect its ranks.
+    /// Waits until NCCL has queued the operations it accepted. The first operations of a group
+    /// connect its ranks.
     pub fn settle(&self, what: &str) -> Result<()> {
         self.wait_until(what, || self.comm.is_ready().map_err(|failed| self.cause(what, failed)))
     }
 
-    /// Waits until `what` is so far, as long as the run goes on and no longer than any operation
-    /// may take: a peer may hang that nobody misses.
+    /// Waits for `is_done`, but only while the run continues, and at most the time limit of an
+    /// operation, because a hanging peer may not be missed by any other rank.
     fn wait_until(&self, what: &str, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while !is_done()? {
@@ -205,18 +210,18 @@ impl Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        // Nobody waits any more for what a thread that panicked had queued: others are told at
-        // once, rather than after the wait below.
+        // No thread waits any more for the operations of a thread that panicked. Other ranks are
+        // told at once, not after the wait below.
         if std::thread::panicking() {
             self.host.abort("its thread panicked");
             self.watchdog.end();
         }
-        // Only what was aborted may still be queued otherwise. Its stream and tensors are NCCL's
-        // until that is done.
+        // Otherwise only aborted operations may still be queued. NCCL uses their stream and tensors
+        // until the abort is complete.
         if self.watchdog.is_over() {
             return self.watchdog.wait_for_end();
         }
-        // Nobody watches this group any more. A device that failed has nothing to wait for.
+        // The watchdog no longer watches this group. A failed device has nothing to wait for.
         let (start, done) = (Instant::now(), self.stream.record_event(None));
         while done.as_ref().is_ok_and(|done| done.try_is_complete() == Ok(false)) {
             if start.elapsed() > self.watchdog.timeout() || self.host.health().is_err() {
@@ -227,7 +232,7 @@ impl Drop for Core {
     }
 }
 
-/// An operation that is queued.
+/// A queued operation.
 struct Queued {
     core: Arc<Core>,
     compute: Arc<CudaStream>,
@@ -243,7 +248,7 @@ impl Pending for Queued {
     }
 
     fn detach(self: Box<Self>) {
-        // The tensors may be used again without a word.
+        // The tensors may be reused without a wait by the caller.
         let _ = self.compute.wait(&self.done);
     }
 }

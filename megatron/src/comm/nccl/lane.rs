@@ -1,13 +1,15 @@
-//! Messages between two ranks: a lane for each direction and tag, with a communicator and a stream
-//! of its own.
+//! Messages between two ranks: one lane for each direction and tag, with its own communicator and
+//! stream.
 //!
-//! NCCL matches messages of a communicator by their order alone, and a send occupies its stream
-//! until the peer receives. On a common stream two stages that both have an activation under way
-//! would wait for each other's gradient. Lanes are independent, as messages of the CPU's transports
-//! are: what is sent waits for its receiver and for nothing else. The two ranks of a lane meet when
-//! it starts, on the lane's thread, so that nobody else waits for it. Pipelines start theirs before
-//! the first step ([`Lane::connected`]): connecting takes memory and may wait for the device, which
-//! must not be amid messages that wait for each other.
+//! NCCL matches the messages of a communicator by their order alone, and a send occupies its stream
+//! until the peer receives. On a common stream, two stages that both send an activation would wait
+//! for each other's gradient. Lanes are independent, like the messages of CPU transports: a sent
+//! message waits only for its receiver.
+//!
+//! The two ranks of a lane connect when it starts, on the lane's own thread, so that no other work
+//! waits for it. Pipelines start their lanes before the first step ([`Lane::connected`]):
+//! connecting takes memory and may wait for the device, which must not happen between messages that
+//! wait for each other.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -25,13 +27,13 @@ use crate::comm::communicator::{Group, Pending, Work};
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
 
-/// How long somebody who waits for a lane's thread does so before looking whether the run goes on.
+/// Interval at which a thread that waits for a lane's thread checks whether the run continues.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// Tags of the CPU's messages that carry a lane's identity.
+/// Tags of the CPU messages that carry a lane's identity.
 const IDENTITIES: u32 = 1 << 30;
 
-/// Which way messages go.
+/// Direction of the messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     To,
@@ -39,7 +41,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// The operation of this rank.
+    /// Name of this rank's operation.
     fn what(self) -> &'static str {
         match self {
             Self::To => "send",
@@ -52,29 +54,29 @@ impl Direction {
 struct Message {
     t: Tensor,
     used: Used,
-    /// Of the stream that the tensor is computed on, when the message was issued.
+    /// Event on the stream that computes the tensor, at the time of issue.
     before: CudaEvent,
     queued: Arc<Queued>,
 }
 
-/// Where a message stands.
+/// The state of a message.
 #[derive(Default)]
 struct Queued {
-    /// The event that ends it, once it is queued.
+    /// The event of the message's completion, once it is queued.
     done: Mutex<Option<Result<Arc<CudaEvent>>>>,
     changed: Condvar,
 }
 
-/// Whether the ranks of a lane have met; if not, why.
+/// Whether the ranks of a lane have connected, or the reason why not.
 #[derive(Default)]
 struct Meeting {
     outcome: Mutex<Option<std::result::Result<(), String>>>,
     changed: Condvar,
 }
 
-/// Messages to, or from, one rank under one tag.
+/// Messages to, or from, one rank with one tag.
 pub struct Lane {
-    /// None while the lane is dropped.
+    /// `None` while the lane is being dropped.
     messages: Mutex<Option<Sender<Message>>>,
     core: Arc<Core>,
     direction: Direction,
@@ -84,7 +86,7 @@ pub struct Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // What was sent is sent, unless the run failed; then the watchdog lets go of it.
+        // Sent messages are delivered unless the run failed; then the watchdog aborts them.
         *lock(&self.messages) = None;
         if let Some(thread) = self.thread.take().filter(|_| !std::thread::panicking()) {
             let _ = thread.join();
@@ -92,7 +94,7 @@ impl Drop for Lane {
     }
 }
 
-/// What the lane's thread works with.
+/// The data of the lane's thread.
 struct Worker {
     host: Group,
     parent: Arc<Core>,
@@ -103,10 +105,10 @@ struct Worker {
 }
 
 impl Lane {
-    /// Starts its thread.
+    /// Starts the lane's thread.
     ///
     /// # Errors
-    /// If there can be no thread.
+    /// If the thread cannot be started.
     pub fn start(
         core: &Arc<Core>,
         context: &Arc<CudaContext>,
@@ -132,10 +134,10 @@ impl Lane {
         })
     }
 
-    /// Waits until its ranks have met.
+    /// Waits until the lane's ranks have connected.
     ///
     /// # Errors
-    /// If they cannot, or the run is over.
+    /// If they cannot connect, or the run is over.
     pub fn connected(&self) -> Result<()> {
         let mut outcome = lock(&self.meeting.outcome);
         loop {
@@ -168,7 +170,7 @@ impl Lane {
             return Err(Error::comm("the thread of these messages has ended"));
         }
         if self.direction == Direction::To {
-            // Whoever sends may forget about it: the lane keeps the tensor until it is sent.
+            // A sender need not wait: the lane keeps the tensor until it is sent.
             return Ok(Work::done());
         }
         Ok(Work::pending(Receive { queued, compute, core: self.core.clone() }))
@@ -187,7 +189,7 @@ impl Worker {
             let result =
                 own.as_ref().map_err(Error::comm).and_then(|own| self.queue(own, &message));
             if let Err(error) = &result {
-                // A sender does not wait for its message, so this is where a failure is told.
+                // A sender does not wait for its message, so the failure is reported here.
                 self.host.abort(&error.to_string());
             }
             *lock(&message.queued.done) = Some(result);
@@ -195,7 +197,7 @@ impl Worker {
         }
     }
 
-    /// A message of `count` elements at `at`: the sender is rank 0 of the lane's communicator.
+    /// A message of `count` elements at `at`. The sender is rank 0 of the lane's communicator.
     fn operation(&self, at: DevicePointer, count: usize, dtype: DType) -> Operation {
         match self.direction {
             Direction::To => Operation::Send { from: at, count, dtype, peer: 1 },
@@ -213,7 +215,8 @@ impl Worker {
         )
     }
 
-    /// Meets the peer: the sender is rank 0 of the lane's communicator and makes its identity.
+    /// Connects to the peer. The sender is rank 0 of the lane's communicator and creates its
+    /// identity.
     fn connect(&self) -> Result<Arc<Core>> {
         let timeout = self.parent.watchdog.timeout();
         let tag = IDENTITIES | self.tag;
@@ -242,7 +245,7 @@ impl Worker {
     }
 }
 
-/// A message that is received: waited for by the tensor's stream, once the lane has queued it.
+/// A receive. The tensor's stream waits for it, once the lane has queued it.
 struct Receive {
     queued: Arc<Queued>,
     compute: Arc<CudaStream>,

@@ -1,8 +1,8 @@
-//! NCCL's communicators, in non-blocking mode: a call returns at once, and whether it went well is
-//! asked for.
+//! NCCL's communicators, in non-blocking mode: a call returns at once, and its result is queried
+//! later.
 //!
-//! Library and driver are called through `cudarc`'s lowest level: its safe one has neither splits
-//! nor aborts nor asynchronous errors.
+//! NCCL and the driver are called through the lowest level of `cudarc`, because its safe level
+//! supports neither splits nor aborts nor asynchronous errors.
 
 #![allow(unsafe_code)]
 
@@ -20,10 +20,10 @@ use crate::Error;
 use crate::comm::ReduceOp;
 use crate::comm::inbox::lock;
 
-/// What ranks that form a communicator must agree on.
+/// Bytes of the identity that the ranks of a communicator share.
 pub const ID_BYTES: usize = 128;
 
-/// `ncclConfig_t` as it was in NCCL 2.18, which every later version takes.
+/// `ncclConfig_t` of NCCL 2.18, which every later version accepts.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -54,16 +54,16 @@ impl Config {
     }
 }
 
-/// Why a call did not succeed.
+/// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failed {
-    /// The communicator was aborted before; why, whoever aborted it knows.
+    /// The communicator was aborted before. The aborting code knows the reason.
     #[error("NCCL's communicator was aborted")]
     Aborted,
-    /// What NCCL says where a peer is gone, among other causes.
+    /// An NCCL error whose causes include a lost peer.
     #[error("NCCL: {0}")]
     Remote(String),
-    /// Anything else that NCCL or the driver says.
+    /// Any other error of NCCL or the driver.
     #[error("{0}")]
     Here(String),
 }
@@ -74,7 +74,7 @@ impl From<Failed> for Error {
     }
 }
 
-/// Result of a call of a communicator's.
+/// Result of a call on a communicator.
 pub type Result<T> = std::result::Result<T, Failed>;
 
 fn text(result: sys::ncclResult_t) -> String {
@@ -101,10 +101,10 @@ pub fn version() -> Result<i32> {
     }
 }
 
-/// A fresh identity for a communicator.
+/// Creates a new identity for a communicator.
 ///
 /// # Errors
-/// What NCCL says.
+/// The error that NCCL reports.
 pub fn unique_id() -> Result<[u8; ID_BYTES]> {
     let mut id = sys::ncclUniqueId { internal: [0; ID_BYTES] };
     // SAFETY: one result.
@@ -114,21 +114,22 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
     }
 }
 
-/// A rank's communicator; none once it was aborted.
+/// A rank's communicator; `None` inside once it was aborted.
 pub struct Comm {
-    /// Every call of NCCL's with the handle is made under the lock, and whoever ends the
-    /// communicator takes the handle out first: an abort frees what it points to. Calls return at
-    /// once (non-blocking mode), and an abort waits for one that does not for a moment only.
+    /// Every NCCL call with the handle is made under the lock. Code that ends the communicator
+    /// takes the handle out first, because an abort frees the memory behind it. Calls return at
+    /// once (non-blocking mode); for one that does not, an abort waits only briefly.
     raw: Mutex<Option<sys::ncclComm_t>>,
     context: Arc<CudaContext>,
 }
 
-// SAFETY: a communicator belongs to no thread; calls are made one at a time, under the lock.
+// SAFETY: a communicator is not bound to a thread, and calls are made one at a time, under the
+// lock.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// A part of a communicator in the making.
+/// A part of a communicator that is being created.
 #[must_use]
 pub struct Splitting {
     place: *mut sys::ncclComm_t,
@@ -136,9 +137,9 @@ pub struct Splitting {
 }
 
 impl Splitting {
-    /// The part of `parent`, which is ready again; none for a rank without a color.
+    /// The part of `parent`, which must be ready again. `None` for a rank without a color.
     pub fn part(self, parent: &Comm) -> Option<Comm> {
-        // SAFETY: leaked by `split`; NCCL is done with it.
+        // SAFETY: leaked by `split`; NCCL no longer uses it.
         let comm = *unsafe { Box::from_raw(self.place) };
         (self.joins && !comm.is_null())
             .then(|| Comm { raw: Mutex::new(Some(comm)), context: parent.context.clone() })
@@ -146,11 +147,11 @@ impl Splitting {
 }
 
 impl Comm {
-    /// Begins to join the communicator `id` as one of `size` ranks; ready once [`Comm::is_ready`]
-    /// says so.
+    /// Begins to join the communicator `id` as one of `size` ranks. It is complete when
+    /// [`Comm::is_ready`] returns true.
     ///
     /// # Errors
-    /// What NCCL says at once.
+    /// The error that NCCL reports at once.
     pub fn join(
         context: &Arc<CudaContext>,
         id: &[u8; ID_BYTES],
@@ -161,8 +162,8 @@ impl Comm {
         let id = sys::ncclUniqueId { internal: id.map(|byte| byte as c_char) };
         let mut config = Config::non_blocking();
         let mut comm = std::ptr::null_mut();
-        // SAFETY: the configuration is laid out as NCCL's of the version that it names, and is
-        // copied by the call.
+        // SAFETY: the configuration has the layout of the NCCL version that it names, and the call
+        // copies it.
         let result = unsafe {
             let config = std::ptr::from_mut(&mut config).cast();
             sys::ncclCommInitRankConfig(&mut comm, size as c_int, id, rank as c_int, config)
@@ -171,21 +172,21 @@ impl Comm {
         Ok(Self { raw: Mutex::new(Some(comm)), context: context.clone() })
     }
 
-    /// Begins to split it, as all its ranks must; once [`Comm::is_ready`] says that this is done,
-    /// [`Splitting::part`] has the result.
+    /// Begins to split the communicator; all its ranks must call it. When [`Comm::is_ready`]
+    /// returns true, [`Splitting::part`] has the result.
     ///
     /// # Errors
-    /// What NCCL says at once.
+    /// The error that NCCL reports at once.
     pub fn split(&self, color: Option<usize>, key: usize) -> Result<Splitting> {
         let mut config = Config::non_blocking();
-        // NCCL's own thread writes it before the parent is ready, or never: so it stays if that
-        // does not come to pass.
+        // NCCL's own thread writes the result before the parent is ready, or never. The memory is
+        // leaked in the second case.
         let comm = Box::leak(Box::new(std::ptr::null_mut()));
         let place: *mut sys::ncclComm_t = comm;
         let color_or_none = color.map_or(-1, |color| color as c_int); // NCCL_SPLIT_NOCOLOR
         self.call(|raw| {
-            // SAFETY: a live communicator; the configuration as above; the result has a place that
-            // stays.
+            // SAFETY: a live communicator; the configuration as above; the result's memory stays
+            // valid.
             unsafe {
                 let config = std::ptr::from_mut(&mut config).cast();
                 sys::ncclCommSplit(raw, color_or_none, key as c_int, place, config)
@@ -194,16 +195,16 @@ impl Comm {
         Ok(Splitting { place, joins: color.is_some() })
     }
 
-    /// Whether everything that was asked for is done or queued.
+    /// Whether everything requested is done or queued.
     ///
     /// # Errors
-    /// If NCCL found an error since, its own or a peer's.
+    /// If NCCL found an error in the meantime, on this rank or a peer.
     pub fn is_ready(&self) -> Result<bool> {
         is_ready(lock(&self.raw).as_ref())
     }
 
-    /// As [`Comm::is_ready`], for whoever must not wait: while another thread is in a call there is
-    /// nothing to tell.
+    /// As [`Comm::is_ready`], for callers that must not wait. Reports no error while another thread
+    /// is in a call.
     ///
     /// # Errors
     /// As [`Comm::is_ready`].
@@ -215,7 +216,7 @@ impl Comm {
         }
     }
 
-    /// Makes one call, which NCCL finishes by itself if it says that it is in progress.
+    /// Makes one call. NCCL finishes it later if it reports that the call is in progress.
     fn call(&self, f: impl FnOnce(sys::ncclComm_t) -> sys::ncclResult_t) -> Result<()> {
         let raw = lock(&self.raw);
         let comm = raw.ok_or(Failed::Aborted)?;
@@ -223,14 +224,14 @@ impl Comm {
         accepted(f(comm), comm)
     }
 
-    /// Queues all of `operations` as one: none waits for another.
+    /// Queues all of `operations` as one group, so that none waits for another.
     ///
     /// # Errors
-    /// What NCCL says at once.
+    /// The error that NCCL reports at once.
     pub fn queue(&self, stream: &CudaStream, operations: &[Operation]) -> Result<()> {
         self.call(|comm| {
-            // SAFETY: a live communicator and stream. The addresses are of tensors that whoever
-            // queues keeps until the stream is through.
+            // SAFETY: a live communicator and stream. The caller keeps the tensors at these
+            // addresses until the stream has finished.
             unsafe {
                 let begun = sys::ncclGroupStart();
                 if begun != sys::ncclResult_t::ncclSuccess {
@@ -249,14 +250,14 @@ impl Comm {
         })
     }
 
-    /// Ends what is in flight, here at once and on peers soon. No call succeeds after it.
+    /// Ends the operations in flight, on this rank at once and on peers soon. Later calls fail.
     pub fn abort(&self) {
         abort(&[self]);
     }
 
-    /// The handle, which nobody else finds any more, unless a call does not return before
-    /// `deadline`. The lock is not held any longer: ending a communicator may take long, and others
-    /// want to know that it is over.
+    /// Takes the handle out, so that no other thread can use it, unless a call does not return
+    /// before `deadline`. The lock is then released: ending a communicator may take long, and other
+    /// threads need to see that it is over.
     fn take_until(
         &self,
         deadline: Instant,
@@ -276,59 +277,58 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        // One that still connects, or has failed, can only be aborted.
+        // A communicator that is still connecting, or has failed, can only be aborted.
         if !self.is_ready().unwrap_or(false) {
             return self.abort();
         }
         let raw = lock(&self.raw).take();
         if let Some(comm) = raw {
             let _ = bind(&self.context);
-            // SAFETY: a live communicator, which nobody else finds. Whoever drops it has waited for
-            // its stream.
+            // SAFETY: a live communicator that no other thread can use. The code that drops it has
+            // waited for its stream.
             let _ = unsafe { sys::ncclCommDestroy(comm) };
         }
     }
 }
 
-/// A communicator that is still in a call of NCCL's.
+/// The communicator is still in an NCCL call.
 struct StillCalled;
 
-/// From here on (2.22) NCCL aborts the communicators of a group together; before, each call in a
-/// group aborts at once.
+/// From this version (2.22) on NCCL aborts the communicators of a group together. Earlier versions
+/// abort at once on each call in a group.
 const ABORTS_GROUPS: i32 = 22_200;
-/// How long calls under way may take before communicators are aborted without those that they are
-/// of.
+/// Time limit for calls in progress. Afterwards the other communicators are aborted first.
 const CALLS_END: Duration = Duration::from_secs(1);
-/// How long communicators may take to end before the caller goes on without them.
+/// Time limit for aborts. Afterwards the caller continues without them.
 const ABORTS_END: Duration = Duration::from_secs(10);
 
-/// A communicator for the thread that aborts it.
+/// A communicator that is handed to the aborting thread.
 struct Condemned {
     raw: sys::ncclComm_t,
     context: Arc<CudaContext>,
 }
 
-// SAFETY: it was taken: no other thread calls it.
+// SAFETY: the handle was taken out, so no other thread uses it.
 unsafe impl Send for Condemned {}
 
 impl Condemned {
-    /// Inside of a group this only notes it down, so it needs its context until the group ends.
+    /// Inside a group this call is only recorded, so the context must live until the group ends.
     fn abort(&self) {
         let _ = bind(&self.context);
-        // SAFETY: a live communicator, which nobody else finds.
+        // SAFETY: a live communicator that no other thread can use.
         let _ = unsafe { sys::ncclCommAbort(self.raw) };
     }
 }
 
-/// Ends what is in flight on all of `comms`, as [`Comm::abort`] does for one.
+/// Ends the operations in flight on all of `comms`, as [`Comm::abort`] does for one.
 ///
-/// Not one after the other: an abort has the communicator's own operations end, then frees memory,
-/// which may wait for whatever runs on the device, so for an operation of the next communicator
-/// that hangs (<https://github.com/NVIDIA/nccl/issues/1013>).
+/// They are not aborted one after the other: an abort first ends the communicator's own operations,
+/// then frees memory. Freeing may wait for any work on the device, and thus for a hanging operation
+/// of the next communicator (<https://github.com/NVIDIA/nccl/issues/1013>).
 pub fn abort(comms: &[&Comm]) {
     let mut left = comms.to_vec();
-    // Calls that do not return may wait for another communicator, so what they are of is tried
-    // again once the others have ended.
+    // A call that does not return may wait for another communicator, so its communicator is tried
+    // again after the others have ended.
     for _ in 0..2 {
         let deadline = Instant::now() + CALLS_END;
         let mut condemned = Vec::new();
@@ -343,7 +343,7 @@ pub fn abort(comms: &[&Comm]) {
     }
 }
 
-/// Returns when all are aborted, or it takes too long.
+/// Returns when all are aborted, or after a time limit.
 fn abort_together(condemned: Vec<Condemned>) {
     if condemned.is_empty() {
         return;
@@ -361,37 +361,38 @@ fn abort_together(condemned: Vec<Condemned>) {
             abort_part(part);
             drop(ended);
         };
-        // By another thread, since whoever reports the failure must not hang with it.
+        // On another thread, because the thread that reports the failure must not hang with the
+        // abort.
         let _ = std::thread::Builder::new().name("nccl-abort".to_string()).spawn(abort);
     }
     drop(ended);
-    // Ends when nobody is left that could send.
+    // Also ends when no sender is left.
     let _ = wait.recv_timeout(ABORTS_END);
 }
 
-/// Aborts some by this thread, as a group of NCCL's: all are told to end before one waits for what
-/// it has to.
+/// Aborts communicators on this thread, as one NCCL group: all are told to end before the thread
+/// waits for any of them.
 fn abort_part(part: Vec<Condemned>) {
     if let [one] = &part[..] {
         return one.abort();
     }
-    // SAFETY: groups are a thread's own.
+    // SAFETY: a group belongs to the calling thread.
     let _ = unsafe { sys::ncclGroupStart() };
     part.iter().for_each(Condemned::abort);
     // SAFETY: as above.
     let _ = unsafe { sys::ncclGroupEnd() };
 }
 
-/// Makes `context` the calling thread's. cudarc's own way (`bind_to_thread`) also takes out the
-/// error that a tensor's end has left for whoever asks next, which would be lost on a thread that
-/// has nothing to do with it.
+/// Makes `context` current on the calling thread. cudarc's own function (`bind_to_thread`) also
+/// takes the stored error of a dropped tensor, which would then be lost on an unrelated thread.
 pub fn bind(context: &CudaContext) -> Result<()> {
-    // SAFETY: the context lives; a context is one of any thread's.
+    // SAFETY: the context lives, and any thread may use it.
     unsafe { cudarc::driver::result::ctx::set_current(context.cu_ctx()) }
         .map_err(|e| Failed::Here(format!("CUDA: {e}")))
 }
 
-/// Whether everything that was asked of a communicator is done or queued. Called under its lock.
+/// Whether everything requested of a communicator is done or queued. Call it under the
+/// communicator's lock.
 fn is_ready(comm: Option<&sys::ncclComm_t>) -> Result<bool> {
     let comm = *comm.ok_or(Failed::Aborted)?;
     let mut state = sys::ncclResult_t::ncclSuccess;
@@ -415,7 +416,7 @@ fn accepted(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Result<()> {
 }
 
 fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
-    // SAFETY: takes any communicator, null too; the text is copied before the next call.
+    // SAFETY: accepts any communicator, including null; the text is copied before the next call.
     let detail = unsafe {
         let last = sys::ncclGetLastError(comm);
         if last.is_null() {
@@ -427,7 +428,7 @@ fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
     let detail = if detail.is_empty() { detail } else { format!(" ({detail})") };
     let said = format!("{}{detail}", text(result));
     match result {
-        // Which of them it is depends on where a connection broke.
+        // The error code depends on where a connection broke.
         sys::ncclResult_t::ncclRemoteError
         | sys::ncclResult_t::ncclSystemError
         | sys::ncclResult_t::ncclInternalError => Failed::Remote(said),
@@ -435,7 +436,7 @@ fn explained(result: sys::ncclResult_t, comm: sys::ncclComm_t) -> Failed {
     }
 }
 
-/// Something to queue. Counts are of elements.
+/// An operation to queue. Counts are in elements.
 #[derive(Clone, Copy)]
 pub enum Operation {
     AllReduce {
@@ -493,7 +494,7 @@ fn data_type(dtype: DType) -> sys::ncclDataType_t {
         DType::F64 => T::ncclFloat64,
         DType::I64 => T::ncclInt64,
         DType::U32 => T::ncclUint32,
-        // What groups send was checked before: this is u8.
+        // The dtypes of groups were checked before, so this is u8.
         _ => T::ncclUint8,
     }
 }
@@ -508,8 +509,8 @@ fn reduction(op: ReduceOp) -> sys::ncclRedOp_t {
 
 impl Operation {
     /// # Safety
-    /// The communicator and stream live; the addresses hold as many elements until the stream is
-    /// through.
+    /// The communicator and the stream must be live, and the addresses must hold the given number
+    /// of elements until the stream has finished.
     unsafe fn queue(self, comm: sys::ncclComm_t, stream: &CudaStream) -> sys::ncclResult_t {
         let stream = stream.cu_stream().cast();
         let read = |at: DevicePointer| at.address() as *const c_void;

@@ -1,17 +1,16 @@
-//! Groups whose tensors on GPUs go by NCCL, beside a group of the CPU for everything else.
+//! Groups that move GPU tensors by NCCL, and everything else through a CPU group of the same ranks.
 //!
-//! An operation on a GPU's tensor is queued on the group's own stream, behind an event of the
-//! tensor's stream, and waiting for it makes the tensor's stream wait for an event of the group's:
-//! the host never waits. Ranges of flat buffers are used where they lie.
+//! An operation on a GPU tensor is queued on the group's own stream, after an event of the tensor's
+//! stream. Waiting for the operation makes the tensor's stream wait for an event of the group's
+//! stream, so the host never waits. Ranges of flat buffers are used in place.
 //!
-//! The CPU's group carries what is small and on the host (counts, verdicts, f64 sums), NCCL's
-//! identities, and the news that a rank is lost. A [`watchdog`] polls NCCL's errors and the age of
-//! what is queued; what it finds becomes the CPU's verdict, which every rank reports, and the other
-//! way round: a verdict of the CPU's aborts NCCL's communicators, so that no kernel waits for a
-//! rank that is gone.
+//! The CPU group carries small values on the host (counts, verdicts, f64 sums), NCCL's identities,
+//! and reports of lost ranks. A [`watchdog`] polls NCCL's errors and the age of queued operations.
+//! A failure that it finds becomes the CPU group's verdict, which every rank reports. Conversely, a
+//! verdict of the CPU group aborts NCCL's communicators, so that no kernel waits for a lost rank.
 //!
-//! NCCL sums in an order of its own, the same in every run of a layout, and rounds 16-bit sums at
-//! every step.
+//! NCCL sums in its own order, which is the same in every run of a layout, and rounds 16-bit sums
+//! at every step.
 
 mod core;
 mod lane;
@@ -47,24 +46,24 @@ pub fn version() -> Result<i32> {
 /// A rank's membership in a group over NCCL and the CPU's transport.
 pub struct NcclGroup {
     host: Group,
-    /// None in a group of one rank.
+    /// `None` in a group of one rank.
     core: Option<Arc<Core>>,
     context: Arc<CudaContext>,
-    /// By sender, receiver and tag: they end in this order, the same for all ranks, since ending
-    /// one may wait for its other rank to do so.
+    /// Keyed by sender, receiver and tag. Lanes end in this order, which is the same on all ranks,
+    /// because ending a lane may wait for its other rank to do the same.
     lanes: Mutex<BTreeMap<(usize, usize, u32), Arc<Lane>>>,
 }
 
-/// The first operation of a group: a sum over all.
+/// The first operation of a group: a sum over all ranks.
 fn first_sum(at: DevicePointer) -> Operation {
     Operation::AllReduce { at, count: 1, dtype: DType::F32, op: ReduceOp::Sum }
 }
 
-/// Waits until `comm` is joined by all.
+/// Waits until all ranks have joined `comm`.
 fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
     let start = Instant::now();
     let said = |failed: Failed| match failed {
-        // No watchdog looks after it yet.
+        // The watchdog does not watch this communicator yet.
         Failed::Remote(_) => heard(host).err().unwrap_or_else(|| failed.into()),
         _ => failed.into(),
     };
@@ -82,10 +81,10 @@ fn joined(comm: &Comm, host: &Group, timeout: Duration) -> Result<()> {
     Ok(())
 }
 
-/// A communicator of all ranks of `host`, whose first rank makes the identity.
+/// Creates a communicator of all ranks of `host`. The first rank creates the identity.
 fn join(host: &Group, context: &Arc<CudaContext>, timeout: Duration) -> Result<Comm> {
     let mine = if host.rank() == 0 { library::unique_id().map(Vec::from) } else { Ok(Vec::new()) };
-    // One that has none says so by sending nothing, so that nobody waits for it.
+    // A rank that fails to create one sends nothing, so that no rank waits for it.
     let ids = host.all_gather_bytes(mine.as_deref().unwrap_or_default())?;
     mine?;
     let id: [u8; ID_BYTES] = ids[0].as_slice().try_into().map_err(|_| {
@@ -96,10 +95,10 @@ fn join(host: &Group, context: &Arc<CudaContext>, timeout: Duration) -> Result<C
     Ok(comm)
 }
 
-/// The world of `host` with NCCL for tensors on `device`.
+/// Adds NCCL for tensors on `device` to the world of `host`.
 ///
 /// # Errors
-/// If a rank has no NCCL, or they cannot be connected; every rank gets an error then.
+/// If a rank has no NCCL, or the ranks cannot be connected. Then every rank gets an error.
 pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
     let cuda = device.as_cuda_device()?;
     let context = cuda.cuda_stream().context().clone();
@@ -117,13 +116,13 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
         let comm = join(&host, &context, timeout)?;
         Core::connected(host.clone(), comm, &context, &watchdog, first_sum)
     };
-    // NCCL tells nobody that a rank did not come as far as to join.
+    // NCCL does not report a rank that failed before it joined.
     let tell = |e: &Error| host.abort(&format!("it cannot compute with others on its GPU: {e}"));
     let core = if host.size() > 1 { Some(connect().inspect_err(tell)?) } else { None };
     Ok(Arc::new(NcclGroup { host, core, context, lanes: Mutex::default() }))
 }
 
-/// A tensor that NCCL may use: its address, and the stream that it is computed on.
+/// A tensor for NCCL: its address, and the stream that computes it.
 struct Used {
     at: DevicePointer,
     compute: Arc<CudaStream>,
@@ -143,7 +142,8 @@ impl NcclGroup {
         Ok(Used { at, compute: gpu.stream().clone() })
     }
 
-    /// Whether an operation on these is NCCL's. Tensors of both kinds are an error.
+    /// Whether NCCL must run an operation on these tensors. A mix of CPU and GPU tensors is an
+    /// error.
     fn on_gpu(&self, what: &str, tensors: &[&Tensor]) -> Result<bool> {
         let on_gpu = tensors.iter().filter(|t| t.device().is_cuda()).count();
         if on_gpu != 0 && on_gpu != tensors.len() {
@@ -155,7 +155,7 @@ impl NcclGroup {
         Ok(on_gpu > 0)
     }
 
-    /// E.g. `all_gather on group tp`, for errors.
+    /// The operation's name in errors, e.g. `all_gather on group tp`.
     fn on(&self, what: &str) -> String {
         format!("{what} on group {}", self.host.name())
     }
@@ -180,7 +180,7 @@ impl NcclGroup {
         core.queue(what, &used.compute, vec![t.clone()], &[operation(used.at, t.elem_count())])
     }
 
-    /// A collective from one tensor into another.
+    /// A collective from one tensor to another.
     fn between(
         &self,
         what: &'static str,
@@ -390,7 +390,7 @@ impl Communicator for NcclGroup {
         };
         let (to, from) =
             (lanes(lane::Direction::To, sends)?, lanes(lane::Direction::From, receives)?);
-        // Each connects on a thread of its own, so no rank's order matters to another.
+        // Each lane connects on its own thread, so the order on one rank does not matter to others.
         to.iter().chain(&from).flatten().try_for_each(|lane| lane.connected())
     }
 
@@ -407,8 +407,8 @@ impl Communicator for NcclGroup {
             );
         };
         core.check("split")?;
-        // All ranks of the parent take part, those without a color too. Ranks of a part are in the
-        // same order on both sides.
+        // All ranks of the parent take part, including those without a color. The ranks of a part
+        // have the same order in both groups.
         let splitting =
             core.comm.split(color, key).map_err(|failed| core.cause("split", failed))?;
         core.settle("split")?;

@@ -1,5 +1,5 @@
-//! Sees to it that no rank hangs: polls NCCL's errors, the age of what is queued, and the CPU's
-//! verdict, and ends all communicators together.
+//! Ensures that no rank hangs: polls NCCL's errors, the age of queued operations and the CPU
+//! group's verdict, and aborts all communicators together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
@@ -12,33 +12,32 @@ use crate::comm::communicator::Group;
 use crate::comm::inbox::lock;
 use crate::{Error, Result};
 
-/// How often it looks.
+/// Interval between checks.
 const TICK: Duration = Duration::from_millis(100);
-/// How long the CPU's transport is given to find out which rank is lost, once NCCL says that
-/// something is wrong with a peer: the transport names the rank, and looks for dead processes every
-/// second.
+/// Time for the CPU transport to find the lost rank after NCCL reports an error about a peer. The
+/// transport can name the rank, and checks for dead processes every second.
 pub const VERDICT: Duration = Duration::from_secs(2);
-/// How often it is asked.
+/// Interval at which the transport's verdict is polled.
 pub const ASK: Duration = Duration::from_millis(20);
-/// How long whoever lets go of what communicators use waits until they are aborted, counted from
-/// when that began.
+/// Time limit, counted from the start of the aborts, for a caller that waits to free what the
+/// communicators use.
 const ENDED_WITHIN: Duration = Duration::from_secs(3);
 
-/// One per rank; its thread ends with it.
+/// One per rank. Its thread ends when it is dropped.
 pub struct Watchdog {
     world: Group,
     timeout: Duration,
     cores: Mutex<Vec<Weak<Core>>>,
-    /// What this rank found by itself, which is why the communicators were aborted. Where others
-    /// told that the run is over, the CPU's transport knows why.
+    /// The failure that this rank found itself and that caused the aborts. If other ranks reported
+    /// that the run is over, the CPU transport knows the reason.
     found: OnceLock<String>,
-    /// Communicators are aborted, or about to be.
+    /// Whether communicators are aborted or about to be.
     over: AtomicBool,
     end: Mutex<End>,
     ended: Condvar,
 }
 
-/// How far the end of the communicators has come.
+/// Progress of the aborts.
 #[derive(Default)]
 struct End {
     began: Option<Instant>,
@@ -46,10 +45,10 @@ struct End {
 }
 
 impl Watchdog {
-    /// Starts its thread.
+    /// Starts the watchdog's thread.
     ///
     /// # Errors
-    /// If there can be no thread.
+    /// If the thread cannot be started.
     pub fn start(world: Group, timeout: Duration) -> Result<Arc<Self>> {
         let watchdog = Arc::new(Self {
             world,
@@ -75,35 +74,35 @@ impl Watchdog {
         Ok(watchdog)
     }
 
-    /// How long an operation may take once it is queued.
+    /// Time limit for an operation after it is queued.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Has a group watched as long as it lives.
+    /// Watches a group as long as it lives.
     pub fn watch(&self, core: &Arc<Core>) {
         let mut cores = lock(&self.cores);
         cores.retain(|core| core.strong_count() > 0);
         cores.push(Arc::downgrade(core));
         drop(cores);
-        // One that was made meanwhile is not among those that were ended.
+        // A group created during the aborts is not among the aborted ones.
         if self.is_over() {
             core.comm.abort();
         }
     }
 
-    /// Whether the communicators are aborted, or about to be.
+    /// Whether communicators are aborted or about to be.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::SeqCst)
     }
 
-    /// What this rank found wrong, if that ended the run.
+    /// The failure that this rank found, if it ended the run.
     pub fn found(&self) -> Option<&str> {
         self.found.get().map(String::as_str)
     }
 
-    /// Waits until the communicators are aborted, if they are to be: what they use must not go away
-    /// meanwhile. An abort that hangs is given up.
+    /// Waits until the communicators are aborted, if an abort has begun: what they use must not be
+    /// freed before. Gives up on an abort that hangs.
     pub fn wait_for_end(&self) {
         let mut end = lock(&self.end);
         while let (Some(began), false) = (end.began, end.done) {
@@ -124,7 +123,7 @@ impl Watchdog {
             return;
         }
         if self.world.health().is_err() {
-            // Everyone hears of it by the CPU's transport already.
+            // The CPU transport already tells all ranks.
             return self.end();
         }
         for core in self.groups() {
@@ -139,8 +138,8 @@ impl Watchdog {
         }
     }
 
-    /// What is wrong with a group, unless the CPU's transport has a verdict on it: then the
-    /// communicators are aborted here.
+    /// The failure of a group, unless the CPU transport has a verdict on it. With a verdict, this
+    /// function aborts the communicators.
     fn trouble_of(self: &Arc<Self>, core: &Core) -> Option<String> {
         let _ = library::bind(core.stream.context());
         match core.comm.look() {
@@ -153,8 +152,8 @@ impl Watchdog {
                 return Some(format!("{}: {failed}", core.label()));
             }
         }
-        // What is done is let go by the thread that issues operations: it alone knows whether its
-        // stream is being recorded, when no memory may be given back to it.
+        // The thread that issues operations frees the completed ones: it alone knows whether its
+        // stream is being captured, when no memory may be freed to it.
         let is_late = |operation: &&InFlight| {
             operation.since.elapsed() > self.timeout
                 && operation.done.try_is_complete() == Ok(false)
@@ -167,9 +166,9 @@ impl Watchdog {
         ))
     }
 
-    /// Aborts all communicators of this rank, unless that is under way, and waits for it as
-    /// [`Watchdog::wait_for_end`] does. Why, others find by [`Watchdog::found`] or the CPU's
-    /// verdict, which are known before.
+    /// Aborts all communicators of this rank, unless an abort has begun, and waits as
+    /// [`Watchdog::wait_for_end`] does. The reason is set before, in [`Watchdog::found`] or in the
+    /// CPU group's verdict.
     pub fn end(self: &Arc<Self>) {
         let mut end = lock(&self.end);
         if end.began.is_none() {
@@ -177,7 +176,8 @@ impl Watchdog {
             self.over.store(true, Ordering::SeqCst);
             let watchdog = self.clone();
             let builder = std::thread::Builder::new().name("nccl-end".to_string());
-            // By a thread of its own, since whoever reports the failure must not hang with it.
+            // On another thread, because the thread that reports the failure must not hang with the
+            // abort.
             if builder.spawn(move || watchdog.abort_all()).is_err() {
                 drop(end);
                 return self.abort_all();
@@ -188,7 +188,7 @@ impl Watchdog {
     }
 
     fn abort_all(&self) {
-        // Kept until all is done: the last handle to a group waits for that.
+        // Kept until the aborts are complete: dropping the last handle to a group waits for them.
         let groups = self.groups();
         let comms: Vec<_> = groups.iter().map(|core| &core.comm).collect();
         library::abort(&comms);
@@ -197,7 +197,7 @@ impl Watchdog {
     }
 }
 
-/// Waits a moment for the CPU's verdict.
+/// Waits a short time for the CPU group's verdict.
 ///
 /// # Errors
 /// The verdict.

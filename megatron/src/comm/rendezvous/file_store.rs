@@ -1,4 +1,4 @@
-//! A store in a folder that all ranks share: a file per key.
+//! A store in a folder that all ranks share, with one file per key.
 
 use std::fs::{self, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -10,19 +10,19 @@ use super::{Store, wire};
 use crate::private::{create_folder, exposed, open_file, open_lock};
 use crate::{Error, Result};
 
-/// Keys are files of a folder, written under another name and renamed, so that readers see all of a
-/// value or nothing. The folder is this user's alone: who can write into it takes part in the run,
-/// or ends it.
+/// A key is a file in a folder. A value is written under another name and then renamed, so that
+/// readers see a complete value or none. The folder belongs to this user alone: any user who can
+/// write to it can join the run or end it.
 pub struct FileStore {
     dir: PathBuf,
     written: AtomicU64,
 }
 
 impl FileStore {
-    /// Opens the store in `dir`, which is created if needed.
+    /// Opens the store in `dir`, and creates the folder if needed.
     ///
     /// # Errors
-    /// If the folder cannot be created, or others can write into it.
+    /// If the folder cannot be created, or other users can write to it.
     pub fn open(dir: impl AsRef<Path>) -> Result<Self> {
         let dir = dir.as_ref().to_path_buf();
         create_folder(&dir).map_err(|e| Error::io("create", &dir, e))?;
@@ -35,8 +35,8 @@ impl FileStore {
         Ok(Self { dir, written: AtomicU64::new(0) })
     }
 
-    /// The file of `key`: every byte that is not a letter, digit or `-` is written as `%XX`, so `.`
-    /// never starts a name.
+    /// The file of `key`. Every byte other than a letter, digit or `-` is written as `%XX`, so a
+    /// name never starts with `.`.
     fn path(&self, key: &str) -> PathBuf {
         let mut name = String::from("key-");
         for byte in key.bytes() {
@@ -68,7 +68,7 @@ impl Store for FileStore {
                 self.dir.join(format!(".new-{host}-{}-{:p}-{number}", std::process::id(), self));
             match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary) {
                 Ok(file) => break (temporary, file),
-                // Of a process that had this name and was killed.
+                // Left by a killed process that used the same name.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(Error::io("create", &temporary, e)),
             }
@@ -93,7 +93,7 @@ impl Store for FileStore {
     fn add(&self, key: &str, amount: i64) -> Result<i64> {
         let path = self.dir.join(".lock");
         let file = open_lock(&path).map_err(|e| Error::io("create", &path, e))?;
-        // Unlocked when the file is closed, also by a process that is killed.
+        // Closing the file unlocks it, even if the process is killed.
         file.lock().map_err(|e| Error::io("lock", &path, e))?;
         let sum = super::number(key, self.get(key)?.as_deref())?.wrapping_add(amount);
         self.set(key, sum.to_string().as_bytes())?;

@@ -1,4 +1,4 @@
-//! Which machine this is.
+//! The identity of this machine.
 
 use std::fs;
 use std::net::{IpAddr, UdpSocket};
@@ -13,7 +13,8 @@ pub fn name() -> String {
     first_line("/proc/sys/kernel/hostname").unwrap_or_else(|| "localhost".into())
 }
 
-/// Equal for two processes that can see each other in `/proc`: one kernel, one pid namespace.
+/// An identity that two processes share if they can see each other in `/proc`: same kernel, same
+/// pid namespace.
 pub(crate) fn identity() -> String {
     let boot = first_line("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let pids = fs::read_link("/proc/self/ns/pid")
@@ -22,9 +23,11 @@ pub(crate) fn identity() -> String {
     format!("{boot} {pids}")
 }
 
-/// This machine's addresses on its way to others, of IPv4 and of IPv6, where it has a way there.
+/// This machine's source addresses for connections to other machines, IPv4 and IPv6, if there is a
+/// route.
 pub(crate) fn addresses() -> Vec<IpAddr> {
-    // Nobody has these (RFC 5737, RFC 3849), and connecting a UDP socket sends nothing.
+    // These addresses are reserved for documentation (RFC 5737, RFC 3849), and connecting a UDP
+    // socket sends nothing.
     let ways = [("0.0.0.0:0", "198.51.100.1:9"), ("[::]:0", "[2001:db8::1]:9")];
     let source = |(from, to): (&str, &str)| {
         let socket = UdpSocket::bind(from).ok()?;

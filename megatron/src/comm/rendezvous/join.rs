@@ -1,11 +1,11 @@
-//! How ranks agree on who takes part, through any store, even one that holds the keys of an earlier
-//! run.
+//! Agreement on the members of a run, through any store, even one with keys of an earlier run.
 //!
-//! Every rank writes a card with a fresh token. Rank 0 welcomes each under a fresh nonce, with the
-//! token it saw; a rank that finds its own token there knows that the nonce is of this run, and
-//! says so. When all have, rank 0 publishes the members. What is written is small however many
-//! ranks there are: a store bounds its values. All of it is sealed with the run's secret
-//! ([`Sealed`]); a rank whose card is sealed with another one, or is not, hears why it is refused.
+//! Every rank writes a card with a fresh token. Rank 0 answers each card with a fresh nonce and the
+//! token that it saw. A rank that finds its own token in the answer knows that the nonce belongs to
+//! this run, and acknowledges it. When all ranks have acknowledged, rank 0 publishes the members.
+//! All values are small, whatever the number of ranks, because a store limits its values.
+//! Everything is sealed with the run's secret ([`Sealed`]). A rank whose card has another seal, or
+//! none, is told why it is refused.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -20,10 +20,10 @@ use crate::comm::secret::{Mismatch, ONE_SECRET};
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// What a rank says of itself.
+/// A rank's card: its description of itself.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Member {
-    /// Fresh for every start of a rank.
+    /// Random number, fresh for every start of a rank.
     pub token: u64,
     pub world_size: usize,
     pub backend: Backend,
@@ -32,26 +32,27 @@ pub(crate) struct Member {
     /// Equal for ranks that can share memory.
     pub identity: String,
     pub pid: u32,
-    /// Where the rank listens for others: `host:port`, best first. Empty without a listener.
+    /// Addresses at which the rank listens for others, `host:port`, best first. Empty without a
+    /// listener.
     pub addresses: Vec<String>,
 }
 
-/// What rank 0 tells a rank whose card it saw.
+/// Rank 0's answer to a card.
 #[derive(Serialize, Deserialize)]
 struct Welcome {
     nonce: u64,
     token: u64,
 }
 
-/// What rank 0 tells a rank of another secret, or without one where it has one, or the other way
-/// round: in the open.
+/// Rank 0's unsealed answer to a rank whose secret does not match: it is different, or only one
+/// side has a secret.
 #[derive(Serialize, Deserialize)]
 struct Refusal {
     token: u64,
     why: String,
 }
 
-/// Members in one value of the store, which has room for as many with long names and addresses.
+/// Members per value of the store. A value has room for this many with long names and addresses.
 const PART: usize = 256;
 
 impl Member {
@@ -61,10 +62,10 @@ impl Member {
     }
 }
 
-/// What rank 0 decided.
+/// Rank 0's decision.
 #[derive(Serialize, Deserialize)]
 enum Verdict {
-    /// All are there; who they are is in the parts.
+    /// All ranks are there. The parts list the members.
     Complete,
     Refused(String),
     Missing {
@@ -73,7 +74,7 @@ enum Verdict {
     },
 }
 
-/// A number that no other start of any rank has.
+/// A random number that no other start of a rank has.
 pub(crate) fn fresh() -> u64 {
     // The standard library seeds this from the system's randomness.
     RandomState::new().hash_one((std::process::id(), Instant::now()))
@@ -95,7 +96,7 @@ fn refusal(rank: usize) -> String {
     format!("refused/{rank}")
 }
 
-/// What a rank says that has heard why it was refused.
+/// The key with which a refused rank confirms that it read the reason.
 fn heard(rank: usize) -> String {
     format!("heard/{rank}")
 }
@@ -104,7 +105,7 @@ fn verdict(nonce: u64) -> String {
     format!("{nonce:x}/verdict")
 }
 
-/// The key of members `index * PART` and the following.
+/// The key of the members from `index * PART` on.
 fn part(nonce: u64, index: usize) -> String {
     format!("{nonce:x}/members/{index}")
 }
@@ -115,7 +116,7 @@ fn put(store: &dyn Store, key: &str, value: &impl Serialize) -> Result<()> {
     store.set(key, &text)
 }
 
-/// The value of `key`; `None` also if it is nothing that could have been put there by this version.
+/// The value of `key`. `None` also if this version could not have written the value.
 fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Result<Option<T>> {
     Ok(store.get(key)?.and_then(|text| serde_json::from_slice(&text).ok()))
 }
@@ -146,7 +147,7 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
     )))
 }
 
-/// A rank that meets the others.
+/// A rank during the rendezvous.
 struct Joining<'a> {
     store: &'a Sealed,
     info: &'a RankInfo,
@@ -155,12 +156,12 @@ struct Joining<'a> {
     waiting: Waiting,
 }
 
-/// Makes this rank known and returns the run's nonce and all members in order of rank. `notify`
-/// hears who is waited for.
+/// Announces this rank and returns the run's nonce and all members in order of rank. Calls `notify`
+/// with the ranks that it waits for.
 ///
 /// # Errors
-/// If a rank does not appear in time (each is named), ranks contradict each other, or two processes
-/// are the same rank.
+/// If a rank does not appear in time (each is named), settings of ranks contradict each other, or
+/// two processes have the same rank.
 pub(crate) fn join(
     store: &Sealed,
     info: &RankInfo,
@@ -174,7 +175,7 @@ pub(crate) fn join(
     match verdict {
         Verdict::Complete => {
             let members = read_members(store, nonce, info.world_size)?;
-            // Another process may have taken this rank just before the verdict.
+            // Another process may have taken this rank just before the decision.
             if members[info.rank].token != me.token {
                 return Err(Error::config(duplicate_rank(info, info.rank)));
             }
@@ -197,10 +198,10 @@ fn duplicate_rank(info: &RankInfo, rank: usize) -> String {
 fn lead(joining: Joining) -> Result<(u64, Verdict)> {
     let Joining { store, info, me, timeout, mut waiting } = joining;
     let (start, nonce) = (Instant::now(), fresh());
-    // The tokens of those who were welcomed.
+    // The tokens of ranks that were answered.
     let mut welcomed = BTreeMap::new();
     let mut foreign = ForeignProcesses::default();
-    // The tokens of those who have answered, all of this run.
+    // The tokens of ranks that have acknowledged, all of this run.
     let mut answered = BTreeMap::from([(0, me.token)]);
     let ruling = super::store::poll(timeout, || {
         let mut cards: BTreeMap<usize, Member> = BTreeMap::new();
@@ -221,14 +222,14 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
                 put(store, &welcome(rank), &Welcome { nonce, token })?;
             }
         }
-        // Said after the welcome, through which the second process hears of it, too.
+        // Reported after the answer, through which the second process also learns of it.
         let replaced = answered
             .iter()
             .find(|(rank, token)| welcomed.get(*rank).is_some_and(|there| there != *token));
         if let Some((rank, _)) = replaced {
             return Ok(Some(Verdict::Refused(duplicate_rank(info, *rank))));
         }
-        // Only those who have answered are of this run; other cards may be old.
+        // Only ranks that have acknowledged belong to this run; other cards may be old.
         let mut members = BTreeMap::new();
         for (rank, member) in cards {
             if rank == 0 || read::<u64>(store, &ack(nonce, rank))? == Some(member.token) {
@@ -285,13 +286,14 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
     Ok((nonce, ruling))
 }
 
-/// Those whose cards are not of this run's secret: processes of another run, or cards that an
-/// earlier one left in a folder.
+/// Processes whose cards do not have this run's seal: processes of another run, or cards that an
+/// earlier run left in a folder.
 #[derive(Default)]
 struct ForeignProcesses {
-    /// The tokens of those that were told, and why.
+    /// The tokens of the refused processes, and the reasons.
     refused: BTreeMap<usize, (u64, Mismatch)>,
-    /// Whether one has heard it, which no card of an earlier run does, and that was said here.
+    /// Whether a refused process has confirmed the refusal, which an old card never does, and this
+    /// was reported here.
     told: bool,
 }
 
@@ -306,7 +308,7 @@ impl ForeignProcesses {
         put(store.open(), &refusal(rank), &Refusal { token, why })
     }
 
-    /// Says that one was refused, once it is known that it lives.
+    /// Reports a refused process, once it has confirmed and is thus known to be alive.
     fn listen(&mut self, store: &Sealed, waiting: &Waiting) -> Result<()> {
         for (&rank, &(token, how)) in self.refused.iter().filter(|_| !self.told) {
             if read::<u64>(store.open(), &heard(rank))? == Some(token) {
@@ -326,7 +328,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
     let start = Instant::now();
     let mut joined = None;
     let ruling = super::store::poll(timeout, || {
-        // Asked before the card, which may be replaced once all is decided.
+        // Checked before the card, which may be replaced after the decision.
         if let Some(nonce) = joined
             && let Some(ruling) = read::<Verdict>(store, &verdict(nonce))?
         {
@@ -341,7 +343,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
             put(store.open(), &heard(info.rank), &me.token)?;
             return Err(Error::config(printable(why)));
         }
-        // From then on rank 0 tells who is missing.
+        // From now on rank 0 reports the missing ranks.
         if joined.is_some() {
             return Ok(None);
         }
@@ -360,7 +362,7 @@ fn follow(joining: Joining) -> Result<(u64, Verdict)> {
     let mut ranks: Vec<usize> =
         (0..info.world_size).filter(|rank| !present.contains(&card(*rank))).collect();
     if ranks.is_empty() {
-        // All have left a card, but rank 0 has not answered this one.
+        // All ranks have left a card, but rank 0 has not answered this one.
         ranks.push(0);
     }
     Ok((0, Verdict::Missing { ranks, seconds: start.elapsed().as_secs_f64() }))
@@ -394,7 +396,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = sealed(FileStore::open(dir.path()).unwrap());
         let info = RankInfo { rank: 1, world_size: 2, ..RankInfo::alone() };
-        // The other's card, answer and verdict came between two looks of this rank.
+        // The other process's card, acknowledgement and verdict came between two checks of this
+        // rank.
         put(&store, &welcome(1), &Welcome { nonce: 7, token: 11 }).unwrap();
         put_members(&store, 7, &[member(10), member(12)]).unwrap();
         put(&store, &verdict(7), &Verdict::Complete).unwrap();
@@ -432,7 +435,7 @@ mod tests {
         };
         let (first, last) = std::thread::scope(|scope| {
             let ends = [0, SIZE - 1].map(|rank| scope.spawn(move || join(rank)));
-            // One thread has a card for each of the others, and answers for them.
+            // One thread writes the cards of all other ranks, and acknowledges for them.
             let store = connect();
             (1..SIZE - 1).for_each(|rank| put(&store, &card(rank), &card_of(rank)).unwrap());
             for rank in 1..SIZE - 1 {

@@ -1,13 +1,13 @@
-//! How the ranks of a run find each other and become a world.
+//! Rendezvous: the ranks of a run find each other and become a world.
 //!
-//! Ranks meet at a small key-value store, over TCP or in a shared folder, agree on who takes part
-//! (`join`), and connect through the backend that fits.
+//! Ranks meet at a small key-value store, over TCP or in a shared folder. They agree on the members
+//! (`join`), and connect through the suitable backend.
 //!
 //! ```
 //! use megatron::comm::{Backend, CommOptions, Communicator, RankInfo, Rendezvous, init};
 //!
 //! # fn main() -> megatron::Result<()> {
-//! // What torchrun would set; `World::from_env` asks the environment itself.
+//! // The variables that torchrun would set; `World::from_env` reads the environment itself.
 //! let launcher = |rank: usize| {
 //!     move |name: &str| match name {
 //!         "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
@@ -23,7 +23,7 @@
 //!     let world = init(&info, &rendezvous, Backend::Tcp, CommOptions::default())?;
 //!     world.group.all_gather_bytes(format!("rank {rank}").as_bytes())
 //! };
-//! // Ranks are processes, as a rule.
+//! // Ranks are usually processes.
 //! let (first, second) = std::thread::scope(|scope| {
 //!     let second = scope.spawn(|| rank(1));
 //!     (rank(0), second.join().unwrap())
@@ -81,24 +81,25 @@ pub struct RankInfo {
     pub rank: usize,
     /// Number of ranks on all hosts.
     pub world_size: usize,
-    /// Index among the ranks of this host, where the launcher told it; else [`init`] finds it out.
+    /// Index among the ranks of this host, if the launcher gave it; otherwise [`init`] determines
+    /// it.
     pub local_rank: Option<usize>,
-    /// Number of ranks on this host, where the launcher told it; else [`init`] finds it out.
+    /// Number of ranks on this host, if the launcher gave it; otherwise [`init`] determines it.
     pub local_world_size: Option<usize>,
-    /// Name of this host, as others can reach it; see [`this_host`].
+    /// Name of this host at which others can reach it; see [`this_host`].
     pub host: String,
-    /// What its numbers are called.
+    /// Names of the variables that its numbers came from.
     pub variables: Variables,
-    /// Whether this is a pod of Kubernetes, where an operator may have told rank 0 that MASTER_ADDR
-    /// is `localhost`, and the others its name.
+    /// Whether this is a Kubernetes pod. There an operator may have given rank 0 the MASTER_ADDR
+    /// `localhost`, and the other ranks a name.
     pub in_pod: bool,
 }
 
 impl RankInfo {
-    /// Checks that the numbers fit together.
+    /// Checks that the numbers are consistent.
     ///
     /// # Errors
-    /// If they do not; the message names each.
+    /// If they are not; the message names each.
     pub fn validate(&self) -> Result<()> {
         let Self { rank, world_size, local_rank, local_world_size, variables: names, .. } = self;
         let world = format!("{}={world_size}", names.world_size);
@@ -122,13 +123,13 @@ impl RankInfo {
         Ok(())
     }
 
-    /// Whether all ranks are known to be on this host, so that nobody else need reach them.
+    /// Whether all ranks are known to be on this host, so that no other host must reach them.
     pub fn one_host(&self) -> bool {
         self.local_world_size == Some(self.world_size)
     }
 
-    /// Index among the ranks of this host and their number: as the launcher told, and else as
-    /// `members`, of which this is one, are near each other.
+    /// This rank's index among the ranks of this host, and their number: as given by the launcher,
+    /// otherwise determined from the `members` near this one.
     fn local(&self, members: &[Member]) -> (usize, usize) {
         let near =
             |of: &[Member]| of.iter().filter(|member| member.is_near(&members[self.rank])).count();
@@ -148,7 +149,7 @@ pub struct World {
     pub local_world_size: usize,
 }
 
-/// Where ranks meet.
+/// The place where ranks meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// A store over TCP, which this process serves if `is_host` (exactly one does).
@@ -160,19 +161,19 @@ pub enum Rendezvous {
         /// Whether this process serves it.
         is_host: bool,
     },
-    /// A folder that all ranks share. It may hold the files of earlier runs, but not of one that is
-    /// starting.
+    /// A folder that all ranks share. It may hold files of earlier runs, but not of another run
+    /// that is starting.
     File {
-        /// The folder; it is made where it is missing.
+        /// The folder. It is created if it does not exist.
         dir: PathBuf,
     },
 }
 
-/// How long ranks that have met may take to connect to each other: all are there, and wait for
+/// Time limit for ranks that have met to connect to each other. All are present and wait for
 /// nothing else.
 const CONNECTING: Duration = Duration::from_secs(60);
 
-/// How ranks exchange messages.
+/// The transport between ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
@@ -183,8 +184,7 @@ pub enum Backend {
     Local,
     /// TCP connections between every pair of ranks.
     Tcp,
-    /// As `Auto` for what is on the CPU; for tensors on GPUs NCCL is put beside it
-    /// (`comm::nccl::world`).
+    /// As `Auto` for tensors on the CPU, and NCCL for tensors on GPUs (`comm::nccl::world`).
     Nccl,
 }
 
@@ -199,7 +199,7 @@ impl fmt::Display for Backend {
     }
 }
 
-/// The number in a store's value; 0 if there is none.
+/// The number in a store's value; 0 without a value.
 fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     let Some(value) = value else { return Ok(0) };
     let text = printable(value);
@@ -208,20 +208,20 @@ fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     })
 }
 
-/// Whether `host` means every machine to itself: a literal, since names of a machine may resolve to
-/// a loopback address.
+/// Whether `host` means the local machine on every machine. Only literals count, because a
+/// machine's name may resolve to a loopback address.
 pub(super) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// The store, the process's part in serving it, and a listener with the addresses others may reach
-/// it at.
+/// The store, this process's server for it if any, and a listener with the addresses at which
+/// others may reach it.
 struct Meeting {
     store: Sealed,
     _server: Option<StoreServer>,
     listener: Option<Listener>,
     addresses: Vec<String>,
-    /// Where the store was found, if that is not this machine to itself.
+    /// The address at which the store was found, unless it is a loopback address.
     found_at: Option<IpAddr>,
 }
 
@@ -232,7 +232,7 @@ fn meet(
     options: &CommOptions,
 ) -> Result<Meeting> {
     let mut hosts = vec![info.host.clone()];
-    // Nobody on another machine need reach this rank.
+    // Whether only this machine must reach this rank.
     let mut loopback = info.one_host();
     let mut found_at = None;
     let (store, server): (Box<dyn Store>, _) = match rendezvous {
@@ -262,7 +262,7 @@ fn meet(
     if loopback {
         hosts.clear();
     } else {
-        // All of the above may mean this machine to itself alone.
+        // All of the above may be loopback addresses.
         let own = host::addresses().into_iter().map(|ip| ip.to_string());
         hosts.extend(own.filter(|ip| !hosts.contains(ip)).collect::<Vec<_>>());
     }
@@ -275,9 +275,9 @@ fn meet(
     Ok(Meeting { store, _server: server, listener, addresses, found_at })
 }
 
-/// Puts `found_at`, where this rank found the store that rank 0 serves, before the other addresses
-/// of the ranks on that machine: they may have been told that it is `localhost`, and know no name
-/// of theirs that leads there from here.
+/// Adds `found_at`, the address at which this rank found rank 0's store, before the other addresses
+/// of the ranks on that machine. Those ranks may know only `localhost` and no name of their machine
+/// that can be reached from here.
 fn add_address(members: &mut [Member], found_at: IpAddr) {
     let Some(first) = members.first().cloned() else { return };
     for member in members.iter_mut().filter(|member| member.is_near(&first)) {
@@ -293,8 +293,9 @@ fn add_address(members: &mut [Member], found_at: IpAddr) {
 /// are connected.
 ///
 /// # Errors
-/// If ranks contradict each other, do not appear within `options.connect_timeout` (they are named),
-/// or cannot connect within a minute from then; if the rendezvous port is in use.
+/// If settings of ranks contradict each other, if ranks do not appear within
+/// `options.connect_timeout` (they are named) or cannot connect within a minute after that, or if
+/// the rendezvous port is in use.
 pub fn init(
     info: &RankInfo,
     rendezvous: &Rendezvous,
@@ -306,7 +307,7 @@ pub fn init(
         return Ok(World { group: super::threads::solo(), local_rank: 0, local_world_size: 1 });
     }
     let deadline = Instant::now() + options.connect_timeout;
-    // `_server` comes first and so is dropped last: it waits a moment for its clients to leave.
+    // `_server` comes first, so it is dropped last: it waits briefly for its clients to leave.
     let Meeting { _server, store, listener, addresses, found_at } =
         meet(info, rendezvous, backend, &options)?;
     let me = Member {
@@ -354,10 +355,10 @@ pub fn init(
     };
     let endpoint = Endpoint::new(info.rank, options, inbox, link);
     let group = EndpointGroup::world(Arc::new(endpoint), info.world_size);
-    // Nobody needs the store any more once all have arrived here.
+    // No rank needs the store after all have reached this point.
     group.barrier()?;
     if info.rank == 0 {
-        // It may be closed already, by who serves it.
+        // Its server may have closed it already.
         let _ = store.close();
     }
     let (local_rank, local_world_size) = info.local(&members);
@@ -381,7 +382,7 @@ fn share(store: &dyn Store, info: &RankInfo, nonce: u64, deadline: Instant) -> R
         segment.close();
         let missing = segment.absent();
         if let (None, Some(&rank)) = (all, missing.first()) {
-            // The others are to name it, too, and not this rank, which ends because of it.
+            // The others must blame that rank, too, and not this one, which ends because of it.
             let how = format!(
                 "did not join the shared memory within {:.0} s",
                 start.elapsed().as_secs_f64()

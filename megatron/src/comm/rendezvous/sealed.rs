@@ -1,5 +1,5 @@
-//! A store whose values prove that they are of this run: what the ranks say of themselves through a
-//! folder is as good as through a connection.
+//! A store whose values are authenticated with the run's secret. Messages through a folder are thus
+//! as trustworthy as messages through a connection.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +8,22 @@ use super::store::poll;
 use crate::Result;
 use crate::comm::secret::{Mismatch, PROOF, Secret};
 
-/// What a value begins with that is sealed; a proof and the value itself follow.
+/// Prefix of a sealed value. A proof and the value itself follow.
 const SEAL: &[u8; 8] = b"MGTSEAL1";
 const PURPOSE: &str = "megatron rendezvous";
 
-/// Seals what is set, and passes over what others have set. Without a secret it does neither.
+/// Seals values on writing, and ignores values with another seal. Without a secret it does neither.
 pub(crate) struct Sealed {
     store: Box<dyn Store>,
     secret: Secret,
 }
 
-/// What a key holds.
+/// The content of a key.
 pub(crate) enum Found {
     Nothing,
     Ours(Vec<u8>),
-    /// The value of a process of another secret, or of one where this has none, or of none.
+    /// The value of a process whose secret does not match: it is different, or only one side has a
+    /// secret.
     Strange(Mismatch, Vec<u8>),
 }
 
@@ -31,7 +32,7 @@ impl Sealed {
         Self { store, secret }
     }
 
-    /// The store as it is, for what is said to processes of other secrets.
+    /// The unsealed store, for messages to processes with other secrets.
     pub fn open(&self) -> &dyn Store {
         &*self.store
     }
@@ -117,7 +118,7 @@ mod tests {
         assert!(
             matches!(a.look("plain").unwrap(), Found::Strange(Mismatch::Lacking, value) if value == b"v")
         );
-        // Taken from one key to another.
+        // A value copied from one key to another.
         a.open().set("l", &a.open().get("k").unwrap().unwrap()).unwrap();
         assert_eq!(a.get("l").unwrap(), None);
     }

@@ -1,8 +1,8 @@
-//! Serves a store over TCP; one process of a run, rank 0 or its launcher, does.
+//! Serves a store over TCP. One process of a run serves it: rank 0 or its launcher.
 //!
-//! Whatever connects is served by a thread of its own and untrusted until it has proved that it has
-//! the run's secret: greetings are timed, lengths, keys and connections bounded. Where the run has
-//! no secret, everybody who speaks the protocol is a rank.
+//! Each connection has its own thread and is untrusted until it has proved that it has the run's
+//! secret: greetings have a time limit, and the lengths, keys and connections are limited. If the
+//! run has no secret, every process that speaks the protocol counts as a rank.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -22,13 +22,13 @@ use crate::comm::pending_connections::{PeerState, PendingConnections, Timed};
 use crate::comm::secret::{self, Mismatch, ONE_SECRET, Secret, mismatch};
 use crate::{Error, Result};
 
-/// Bytes that all keys and values may take.
+/// Maximum bytes of all keys and values.
 const CAPACITY: usize = 256 << 20;
-/// How long a client may take to introduce itself.
+/// Time limit for a client's greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest wait for a key in one request.
 const MAX_WAIT: Duration = Duration::from_secs(10);
-/// How long clients get to finish when the server is dropped.
+/// Time for clients to finish when the server is dropped.
 const LINGER: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
@@ -37,23 +37,23 @@ struct Entries {
     bytes: usize,
 }
 
-/// Whom a store serves.
+/// The clients of a store.
 #[derive(Clone, Debug, Default)]
 pub struct Clients {
-    /// How many.
+    /// Number of ranks.
     pub ranks: usize,
     /// Whether all of them are known to be on this machine.
     pub one_host: bool,
     /// As [`RankInfo::in_pod`].
     pub in_pod: bool,
-    /// What they prove themselves with.
+    /// The secret for their authentication.
     pub secret: Secret,
-    /// Hears of those that cannot.
+    /// Receives messages about clients that fail to authenticate.
     pub notify: Option<Notify>,
 }
 
 impl Clients {
-    /// The ranks of a run of which `info` is one.
+    /// The ranks of the run that `info` belongs to.
     pub(super) fn of(info: &RankInfo, options: &CommOptions) -> Self {
         Self {
             ranks: info.world_size,
@@ -72,7 +72,7 @@ struct Shared {
     changed: Condvar,
     stop: AtomicBool,
     pending: PendingConnections,
-    /// How those differed that were refused and told of.
+    /// The mismatches that were already reported.
     told: Mutex<Vec<Mismatch>>,
 }
 
@@ -83,10 +83,11 @@ pub struct StoreServer {
 }
 
 impl StoreServer {
-    /// Listens where `clients` find it, who were told `host`; port 0 takes a free one.
+    /// Listens at the addresses where clients that were given `host` look for the store. Port 0
+    /// selects a free port.
     ///
     /// # Errors
-    /// If the port is taken, or `host` is an address that this machine cannot listen at.
+    /// If the port is in use, or `host` is an address at which this machine cannot listen.
     pub fn bind(host: &str, port: u16, clients: Clients) -> Result<Self> {
         let listener = listen(host, port, &clients)?;
         let lost = |e| Error::comm(format!("rendezvous: cannot serve {host}:{port}: {e}"));
@@ -105,7 +106,7 @@ impl StoreServer {
         Ok(Self { shared, acceptor: Some(acceptor) })
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub fn address(&self) -> SocketAddr {
         self.shared.address
     }
@@ -125,7 +126,7 @@ fn listen(host: &str, port: u16, clients: &Clients) -> Result<TcpListener> {
     };
     let addresses = reachable(host, port, clients).map_err(refuse)?;
     match TcpListener::bind(&addresses[..]) {
-        // The address leads to this machine through a translated address: listen on all of its own.
+        // The address is translated on its way to this machine (NAT), so listen on all interfaces.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => {
             TcpListener::bind(&all(port)[..]).map_err(refuse)
         }
@@ -133,18 +134,19 @@ fn listen(host: &str, port: u16, clients: &Clients) -> Result<TcpListener> {
     }
 }
 
-/// Every interface of this machine.
+/// All interfaces of this machine.
 fn all(port: u16) -> [SocketAddr; 2] {
     [(Ipv6Addr::UNSPECIFIED, port).into(), (Ipv4Addr::UNSPECIFIED, port).into()]
 }
 
-/// Where to listen so that whoever was told `host` gets here, and as few others as can be: at the
-/// addresses that it has here.
+/// The addresses to listen at, so that processes that were given `host` reach the store, and as few
+/// others as possible: the addresses that `host` has on this machine.
 ///
-/// Of a name these say nothing where others are on other machines and it is a loopback address
-/// (Debian gives a machine's own name `127.0.1.1`) or there is none yet (a Kubernetes service is
-/// known some time after its pod starts). In a pod, which has interfaces of its own, `localhost`
-/// says nothing either: Kubeflow's PyTorchJob calls rank 0's machine so to itself.
+/// These addresses are not usable if other ranks are on other machines and a name resolves to a
+/// loopback address (Debian gives a machine's own name `127.0.1.1`) or does not resolve yet (a
+/// Kubernetes service is known only some time after its pod starts). In a pod, which has its own
+/// interfaces, `localhost` is not usable either: Kubeflow's PyTorchJob gives it to rank 0 for its
+/// own machine.
 fn reachable(host: &str, port: u16, clients: &Clients) -> io::Result<Vec<SocketAddr>> {
     let is_literal = host.parse::<IpAddr>().is_ok();
     if is_loopback(host) || is_literal {
@@ -163,7 +165,7 @@ impl Drop for StoreServer {
         while !self.shared.pending.is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(2));
         }
-        // If even this fails it stays until the process ends.
+        // If this fails, too, the thread stays until the process ends.
         if self.shared.stop() {
             let _ = self.acceptor.take().map(JoinHandle::join);
         }
@@ -174,11 +176,11 @@ fn out_of_descriptors(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
-/// Tells a client that there is no room for it.
+/// Tells a client that the server has no room for it.
 fn turn_away(mut stream: TcpStream) {
-    // A client that is gone needs no answer.
+    // A client that has left needs no answer.
     let _ = stream.set_nonblocking(true).and_then(|()| stream.write_all(wire::FULL));
-    // Closing with its greeting unread would reset the connection, and the answer with it.
+    // Closing with the greeting unread would reset the connection and lose the answer.
     let _ = stream.shutdown(Shutdown::Write);
     let _ = stream
         .set_nonblocking(false)
@@ -188,8 +190,8 @@ fn turn_away(mut stream: TcpStream) {
 
 impl Shared {
     fn accept(self: &Arc<Self>, listener: TcpListener) {
-        // A descriptor to accept with once there is no other, so that whoever calls hears why it is
-        // not served.
+        // A reserve file descriptor for the case that no other is left, so that a caller can be
+        // told why it is not served.
         let mut spare = listener.try_clone().ok();
         loop {
             let stream = match listener.accept() {
@@ -215,8 +217,8 @@ impl Shared {
             let shared = self.clone();
             let serving =
                 std::thread::Builder::new().name("store-client".into()).spawn(move || {
-                    // Ends with the connection; a client that misbehaves is dropped and learns it
-                    // from that.
+                    // Ends with the connection. A misbehaving client is disconnected, which is its
+                    // error report.
                     let is_last = shared.serve(stream, number).unwrap_or(false);
                     shared.pending.leave(number);
                     if is_last {
@@ -229,7 +231,7 @@ impl Shared {
         }
     }
 
-    /// Closes the port and every connection; returns whether the port is closed, or about to be.
+    /// Closes the port and every connection. Returns whether the port is closed or about to be.
     fn stop(&self) -> bool {
         let was_stopped = self.stop.swap(true, Ordering::AcqRel);
         self.pending.clear();
@@ -241,12 +243,12 @@ impl Shared {
                 Ipv6Addr::LOCALHOST.into()
             });
         }
-        // Wakes the acceptor, which then sees `stop`.
+        // Wakes the accepting thread, which then sees `stop`.
         was_stopped || TcpStream::connect_timeout(&wake, LINGER).is_ok()
     }
 
-    /// Serves a client until it leaves; returns whether it said that nobody needs the store any
-    /// more.
+    /// Serves a client until it leaves. Returns whether the client reported that the store is no
+    /// longer needed.
     fn serve(&self, mut stream: TcpStream, number: u64) -> io::Result<bool> {
         stream.set_nodelay(true)?;
         let mut timed = Timed::new(&stream, GREETING_TIMEOUT);
@@ -275,8 +277,7 @@ impl Shared {
         }
     }
 
-    /// Tells of a client that does not have the run's secret: once for each way in which it does
-    /// not.
+    /// Reports a client without the run's secret, once per kind of mismatch.
     fn tell_of(&self, stream: &TcpStream, error: &io::Error) {
         let (Some(notify), Some(mismatch)) = (self.clients.notify, mismatch(error)) else { return };
         let mut told = lock(&self.told);

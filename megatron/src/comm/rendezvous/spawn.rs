@@ -1,5 +1,5 @@
-//! A world in one call: that of the launcher which started this process, or one of processes that
-//! this one starts.
+//! A world in one call: the world of the launcher that started this process, or one of processes
+//! that this process starts.
 
 use std::process::{Child, Command, ExitStatus};
 use std::thread;
@@ -9,15 +9,15 @@ use super::super::{CommOptions, RUN_SECRET, Secret};
 use super::{Backend, RankInfo, Rendezvous, World, init};
 use crate::{Error, Result};
 
-/// How often ranks are looked after.
+/// Interval at which the ranks are checked.
 const INTERVAL: Duration = Duration::from_millis(20);
 
 impl World {
-    /// The world that `megatron launch`, torchrun, mpirun or srun made this process a rank of;
-    /// `None` where none of them did.
+    /// The world in which `megatron launch`, torchrun, mpirun or srun made this process a rank;
+    /// `None` if none of them did.
     ///
     /// # Errors
-    /// If what the launcher set is incomplete or contradicts itself, or as [`init`].
+    /// If the launcher's variables are incomplete or contradictory, or as [`init`].
     pub fn from_env() -> Result<Option<Self>> {
         let lookup = |name: &str| std::env::var(name).ok();
         let Some(info) = RankInfo::from_env(lookup)? else { return Ok(None) };
@@ -27,12 +27,12 @@ impl World {
     }
 }
 
-/// Runs `rank` in `ranks` processes of this machine and returns when all have ended: torch's
-/// `mp.spawn`, but that every process runs the program from its start, with the same arguments,
+/// Runs `rank` in `ranks` processes of this machine and returns when all have ended. It resembles
+/// torch's `mp.spawn`, but every process runs the program from its start, with the same arguments,
 /// up to this call.
 ///
-/// In a process that a launcher made a rank, it runs `rank` in that world instead, so that a
-/// program started by hand and under a launcher is the same.
+/// In a process that a launcher made a rank, it runs `rank` in that world instead. The same program
+/// thus works when started by hand and under a launcher.
 ///
 /// ```standalone_crate
 /// use candle_core::{Device, Tensor};
@@ -49,14 +49,15 @@ impl World {
 /// ```
 ///
 /// # Errors
-/// In a rank: as `rank`, or as [`init`]. In the process that starts them: if one cannot be started
-/// or fails, which ends the others.
+/// In a rank: as `rank`, or as [`init`]. In the starting process: if a rank cannot be started or
+/// fails, which ends the others.
 pub fn spawn(ranks: usize, rank: impl FnOnce(World) -> Result<()>) -> Result<()> {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
     spawn_with(ranks, &mut |command| _ = command.args(&arguments), rank)
 }
 
-/// As [`spawn`]; `prepare` gives the arguments of each process, and may change how it is started.
+/// As [`spawn`]; `prepare` sets the arguments of each process, and may change other options of its
+/// start.
 ///
 /// # Errors
 /// As [`spawn`].
@@ -78,7 +79,7 @@ pub fn spawn_with(
     }
     let failed = |what: &str, source| Error::comm(format!("cannot {what}: {source}"));
     let program = std::env::current_exe().map_err(|e| failed("find this program", e))?;
-    // The port is free again when rank 0 binds it, as with torch's own helper.
+    // Rank 0 binds the port after it is freed here, as in torch's own helper.
     let port = std::net::TcpListener::bind(("127.0.0.1", 0))
         .and_then(|listener| listener.local_addr())
         .map_err(|e| failed("find a free port", e))?
@@ -109,7 +110,7 @@ pub fn spawn_with(
     children.wait()
 }
 
-/// Ranks that run; those that are left when it is dropped are killed.
+/// Running ranks. Dropping it kills those that still run.
 struct Children(Vec<(usize, Child)>);
 
 impl Children {
@@ -127,7 +128,7 @@ impl Children {
         Ok(())
     }
 
-    /// Those that have ended since it was asked last.
+    /// The ranks that have ended since the last call.
     fn ended(&mut self) -> Result<Vec<(usize, ExitStatus)>> {
         let mut ended = Vec::new();
         for (rank, child) in &mut self.0 {

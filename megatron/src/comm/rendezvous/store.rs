@@ -1,4 +1,4 @@
-//! The key-value store through which ranks find each other.
+//! The key-value store that ranks use to find each other.
 
 use std::time::{Duration, Instant};
 
@@ -6,23 +6,23 @@ use crate::Result;
 
 /// A small store that every rank of a run can reach.
 pub trait Store: Send + Sync {
-    /// Sets `key`, replacing what it held.
+    /// Sets `key`, replacing its value.
     ///
     /// # Errors
     /// If the store cannot be reached or refuses the key or value.
     fn set(&self, key: &str, value: &[u8]) -> Result<()>;
 
-    /// The value of `key` now.
+    /// The present value of `key`.
     ///
     /// # Errors
     /// As [`Store::set`].
     fn get(&self, key: &str) -> Result<Option<Vec<u8>>>;
 
-    /// Adds to the decimal number in `key` (0 if unset), as one step for all ranks, and returns the
+    /// Adds to the decimal number in `key` (0 if unset), atomically for all ranks, and returns the
     /// sum.
     ///
     /// # Errors
-    /// As [`Store::set`]; or if `key` holds something else.
+    /// As [`Store::set`]; also if `key` does not hold a number.
     fn add(&self, key: &str, amount: i64) -> Result<i64>;
 
     /// The keys that start with `prefix`, sorted.
@@ -31,7 +31,8 @@ pub trait Store: Send + Sync {
     /// As [`Store::set`].
     fn list(&self, prefix: &str) -> Result<Vec<String>>;
 
-    /// Says that nobody needs the store any more. One that is served, elsewhere perhaps, ends.
+    /// Reports that no rank needs the store any more. If a process serves the store, possibly on
+    /// another machine, its server ends.
     ///
     /// # Errors
     /// As [`Store::set`].
@@ -39,7 +40,7 @@ pub trait Store: Send + Sync {
         Ok(())
     }
 
-    /// The value of `key` as soon as it has one; `None` if it has none within `timeout`.
+    /// Waits for a value of `key`; `None` if it has none within `timeout`.
     ///
     /// # Errors
     /// As [`Store::set`].
@@ -47,7 +48,7 @@ pub trait Store: Send + Sync {
         poll(timeout, || self.get(key))
     }
 
-    /// The keys that start with `prefix` once there are `count` of them; `None` if there are fewer
+    /// Waits until `count` keys start with `prefix`, and returns them; `None` if there are fewer
     /// within `timeout`.
     ///
     /// # Errors
@@ -62,8 +63,8 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// Asks until there is an answer or `timeout` is over; the first questions come quickly, later ones
-/// 20 a second.
+/// Repeats `ask` until it returns a value or `timeout` is over. The first calls follow quickly,
+/// later ones at 20 per second.
 pub(crate) fn poll<T>(
     timeout: Duration,
     mut ask: impl FnMut() -> Result<Option<T>>,

@@ -14,13 +14,13 @@ use crate::comm::secret::{ONE_SECRET, Secret, introduce};
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// How long the other side may take to introduce itself.
+/// Time limit for the server's greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a store may close new connections, as one does where strangers make many.
+/// Time for which a store may close new connections, as it does when strangers make many.
 const BUSY: Duration = Duration::from_secs(10);
-/// Longest single wait on the server; longer ones are asked for again.
+/// Longest single wait on the server; longer waits are repeated requests.
 const WAIT_STEP: Duration = Duration::from_secs(1);
-/// How much longer than asked for a reply may take.
+/// Time for a reply in addition to the requested wait.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A client of a [`super::StoreServer`].
@@ -34,13 +34,13 @@ pub(crate) fn resolve(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
     Ok((host, port).to_socket_addrs()?.collect())
 }
 
-/// One attempt to reach any of the addresses of `host:port`.
+/// Tries each address of `host:port` once.
 pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in resolve(host, port)? {
         match TcpStream::connect_timeout(&address, patience.max(Duration::from_millis(1))) {
-            // While nobody listens, a connection to a local port of the dynamic range may meet
-            // itself.
+            // If there is no listener, a connection to a local port of the dynamic range may
+            // connect to itself.
             Ok(stream) if stream.local_addr()? != stream.peer_addr()? => {
                 stream.set_nodelay(true)?;
                 return Ok(stream);
@@ -52,18 +52,19 @@ pub(crate) fn connect_once(host: &str, port: u16, patience: Duration) -> io::Res
     Err(last)
 }
 
-/// Whether the other side closed the connection before it had said what it had to.
+/// Whether the server closed the connection before it had sent everything.
 fn was_closed(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
     matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof)
 }
 
 impl TcpStore {
-    /// Connects to the store at `host:port`, which may not be up yet, within `timeout`; `notify`
-    /// hears of it if that takes long.
+    /// Connects to the store at `host:port` within `timeout`; the store may not be running yet.
+    /// Calls `notify` if this takes long.
     ///
     /// # Errors
-    /// If nothing listens there in time, or something else than a store, or one of another secret.
+    /// If nothing listens there in time, the listener is not a store, or the store has another
+    /// secret.
     pub fn connect(
         host: &str,
         port: u16,
@@ -75,7 +76,8 @@ impl TcpStore {
         let address = format!("{host}:{port}");
         let deadline = Instant::now() + timeout;
         let mut pause = Duration::from_millis(5);
-        // Until when a connection that is closed amid the greeting is one of too many.
+        // Until this time, a connection that is closed during the greeting counts as one of too
+        // many.
         let mut busy = None;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -132,7 +134,7 @@ impl TcpStore {
         let greeted = introduce(&mut timed, secret, wire::GREETING, hear)
             .and_then(|()| timed.read_exact(&mut [0]));
         greeted.and_then(|()| stream.set_read_timeout(None)).map_err(|e| match e.kind() {
-            // The system calls it a resource that is temporarily unavailable.
+            // The system's own text would be "resource temporarily unavailable".
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
                 let seconds = GREETING_TIMEOUT.as_secs();
                 io::Error::new(
@@ -144,12 +146,12 @@ impl TcpStore {
         })
     }
 
-    /// This machine's address as seen on the way to the store.
+    /// This machine's address on the connection to the store.
     pub(crate) fn local_ip(&self) -> Option<IpAddr> {
         lock(&self.stream).local_addr().ok().map(|address| address.ip())
     }
 
-    /// The address that the store was found at.
+    /// The address at which the store was found.
     pub(crate) fn peer_ip(&self) -> Option<IpAddr> {
         lock(&self.stream).peer_addr().ok().map(|address| address.ip())
     }

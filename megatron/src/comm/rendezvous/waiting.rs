@@ -1,18 +1,18 @@
-//! What a rank tells its reader while it waits for others at the start.
+//! Progress messages of a rank that waits for others at the start.
 
 use std::time::{Duration, Instant};
 
-/// How long a rank waits before it says so: longer than ranks that start together take.
+/// Time until the first message: longer than ranks that start together need.
 const FIRST: Duration = Duration::from_secs(10);
-/// How long it waits before it says so again.
+/// Time between further messages.
 const AGAIN: Duration = Duration::from_secs(60);
-/// Runs of ranks that are named, at most.
+/// Maximum number of runs of consecutive ranks in a message.
 const NAMED: usize = 8;
 
-/// Where a line goes that is for whoever looks at a run.
+/// Receives a line for the user who watches the run.
 pub type Notify = fn(&str);
 
-/// Says now and then what a rank waits for.
+/// Reports periodically what a rank waits for.
 pub(crate) struct Waiting {
     notify: Option<Notify>,
     begun: Instant,
@@ -24,12 +24,12 @@ impl Waiting {
         Self { notify, begun: Instant::now(), next: FIRST }
     }
 
-    /// Says `line` at once.
+    /// Reports `line` at once.
     pub fn say(&self, line: &str) {
         self.notify.into_iter().for_each(|notify| notify(line));
     }
 
-    /// Tells `what` it is, if that is due.
+    /// Reports the result of `what`, if a message is due.
     pub fn notify(&mut self, what: impl FnOnce() -> String) {
         let waited = self.begun.elapsed();
         if let Some(notify) = self.notify.filter(|_| waited >= self.next) {
@@ -39,7 +39,7 @@ impl Waiting {
     }
 }
 
-/// `ranks`, which rise, with runs of them as their ends.
+/// Describes `ranks`, in ascending order; runs of consecutive ranks are given by their ends.
 pub(crate) fn in_words(ranks: &[usize]) -> String {
     let runs: Vec<_> = ranks.chunk_by(|a, b| a + 1 == *b).collect();
     let mut words: Vec<String> = Vec::new();

@@ -1,16 +1,16 @@
-//! The store's protocol: requests and replies, with every length bounded.
+//! The store's protocol: requests and replies. Every length has a limit.
 //!
-//! A connection starts with [`GREETING`] from both sides, each followed by what proves that both
-//! are of one run ([`super::super::secret`]). A request is an operation, a key (u16 length) and a
-//! value (u32 length); a reply is a status and a value. Integers are little-endian.
+//! A connection starts with [`GREETING`] from both sides, each followed by the proof that both
+//! belong to one run ([`super::super::secret`]). A request is an operation, a key (u16 length) and
+//! a value (u32 length); a reply is a status and a value. Integers are little-endian.
 
 use std::io::{self, Read, Write};
 
-/// What both sides say first; anything else is another program.
+/// The first bytes from both sides; other bytes mean another program.
 pub(in crate::comm) const GREETING: &[u8; 8] = b"MGTSTOR2";
-/// What a store says instead that cannot serve one more.
+/// Sent instead of the greeting by a store that has no room for another client.
 pub(in crate::comm) const FULL: &[u8; 8] = b"MGTFULL1";
-/// What a store says to a client that it has recognized, and will not close for a stranger.
+/// Sent by a store to an authenticated client, which it will not close for a stranger.
 pub(in crate::comm) const WELCOME: u8 = 0x5a;
 /// Longest key in bytes.
 pub(in crate::comm) const MAX_KEY: usize = 1024;
@@ -19,12 +19,12 @@ pub(in crate::comm) const MAX_VALUE: usize = 1 << 20;
 
 pub(in crate::comm) const SET: u8 = 1;
 pub(in crate::comm) const GET: u8 = 2;
-/// The value is an i64.
+/// Value of the request: an i64.
 pub(in crate::comm) const ADD: u8 = 3;
 pub(in crate::comm) const LIST: u8 = 4;
-/// The value is the milliseconds to wait, u32.
+/// Value of the request: the milliseconds to wait, u32.
 pub(in crate::comm) const WAIT: u8 = 5;
-/// Nobody needs the store any more.
+/// The store is no longer needed.
 pub(in crate::comm) const CLOSE: u8 = 6;
 
 pub(in crate::comm) const OK: u8 = 0;

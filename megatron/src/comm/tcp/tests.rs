@@ -1,4 +1,4 @@
-//! What becomes of connections whose callers gave up, and of ranks that leave.
+//! Tests of connections whose callers gave up, and of ranks that leave.
 
 use super::*;
 use crate::comm::Backend;
@@ -16,7 +16,7 @@ fn member(addresses: Vec<String>) -> Member {
     }
 }
 
-/// Two ranks that are connected, and what arrives at each.
+/// Two connected ranks, and their inboxes.
 fn pair() -> [(TcpLink, Arc<Inbox>); 2] {
     let listeners = [0, 1].map(|_| Listener::bind(true).unwrap());
     let members: Vec<Member> =
@@ -41,7 +41,7 @@ fn a_rank_that_leaves_after_a_failure_tells_the_cause_before_its_process_ends() 
     let loss = Loss { rank: 0, how: "failed: no data".into() };
     inbox.condemn(loss.clone());
     link.leave();
-    // Nothing waits for a thread of the rank's any more, and its connection may close.
+    // Nothing waits for a thread of the rank, and its connection may close.
     assert_eq!(heard.verdict(), Some(loss));
     assert!(link.peers.iter().flatten().all(|peer| peer.writer.is_finished()));
 }
@@ -50,7 +50,7 @@ fn accept(listener: &Listener) -> io::Result<TcpStream> {
     Ok(listener.listener.accept()?.0)
 }
 
-/// Rank `rank` of run 7, whose ranks have no secret.
+/// Rank `rank` of run 7, which has no secret.
 fn me(rank: usize) -> Me {
     Me { rank, nonce: 7, secret: Secret::default() }
 }
@@ -59,7 +59,7 @@ fn connect(port: u16) -> TcpStream {
     connect_once("127.0.0.1", port, Duration::from_secs(5)).unwrap()
 }
 
-/// What rank `from` of run 7 has said to rank 0 once it only has to prove itself.
+/// A connection on which rank `from` of run 7 has sent rank 0 everything except its proof.
 fn introduced(from: usize, port: u16) -> TcpStream {
     let mut stream = connect(port);
     stream.write_all(&[&greeting(7, from, 0)[..], &[0; 33]].concat()).unwrap();
@@ -72,7 +72,7 @@ fn a_rank_that_freezes_while_it_introduces_itself_holds_up_no_other_and_is_named
     let port = listener.address.port();
     let deadline = Instant::now() + Duration::from_secs(2);
     let mut streams = vec![None, None, None, None];
-    // One says nothing at all, and rank 1 nothing more after its greeting.
+    // One connection sends nothing at all, and rank 1 sends nothing after its greeting.
     let _silent = connect(port);
     let _frozen = introduced(1, port);
     let result = std::thread::scope(|scope| {
@@ -95,7 +95,7 @@ fn a_process_without_the_runs_secret_is_no_rank_and_takes_no_ranks_place() {
     let listener = Listener::bind(true).unwrap();
     let port = listener.address.port();
     let mut streams = vec![None, None];
-    // Both know the run's nonce, and one begins before the rank and ends after it.
+    // Both know the run's nonce. One starts before the rank and ends after it.
     let (early, frozen) = (connect(port), introduced(1, port));
     let refused = Me { secret: Secret::new().unwrap(), ..me(1) };
     std::thread::scope(|scope| {
@@ -126,7 +126,7 @@ fn idle_connections_in_any_number_keep_no_rank_out() {
     std::thread::scope(|scope| {
         let (connected, idle) = std::sync::mpsc::channel();
         let caller = scope.spawn(move || {
-            // As many of them as four times the room for strangers, all before the rank.
+            // Four times the room for strangers, all before the rank.
             (0..4 * super::super::pending_connections::RESERVE)
                 .for_each(|_| connected.send(connect(port)).unwrap());
             let stream = connect(port);
@@ -158,7 +158,7 @@ fn connections_are_accepted_again_once_the_system_has_what_it_takes() {
     };
     answer(&me(0), &mut streams, &mut calls, Instant::now() + Duration::from_secs(10)).unwrap();
     assert!(streams[1].is_some() && caller.join().unwrap().is_ok());
-    // If it never has, no other rank is to blame.
+    // If the system never recovers, no other rank is to blame.
     let refuse = || Err(io::Error::from_raw_os_error(libc::EMFILE));
     let result =
         answer(&me(0), &mut [None, None], refuse, Instant::now() + Duration::from_millis(50));
@@ -171,15 +171,15 @@ fn a_caller_that_gave_up_is_not_taken_for_one_that_connected() {
     let listener = Listener::bind(true).unwrap();
     let port = listener.address.port();
     let members = [member(vec![listener.at("127.0.0.1")]), member(vec![])];
-    // Rank 1 called while rank 0 was held up, and closed before it was answered.
+    // Rank 1 called while rank 0 was delayed, and closed the connection before it was answered.
     drop(introduced(1, port));
     let deadline = Instant::now() + Duration::from_secs(10);
     let mut streams = vec![None, None];
     let mut caller = std::thread::scope(|scope| {
         let caller = scope.spawn(|| call(&me(1), 0, &members, deadline).unwrap());
         answer(&me(0), &mut streams, || accept(&listener), deadline).unwrap();
-        // Without the third word the abandoned connection would have been answered, and this call
-        // never.
+        // Without the proof in the third message, the abandoned connection would have been
+        // answered, and this call never.
         drop(listener);
         caller.join().unwrap()
     });

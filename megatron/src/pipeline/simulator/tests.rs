@@ -1,9 +1,9 @@
-//! Schedules that are complete, and what is wrong with others.
+//! Tests of complete schedules, and of the errors for others.
 
 use super::super::{ChunkCosts, forward_only, gpipe, interleaved, one_f_one_b};
 use super::*;
 
-/// Every schedule up to 6 stages, 4 chunks and 16 microbatches, with receives late and early:
+/// Every schedule with up to 6 stages, 4 chunks and 16 microbatches, with late and early receives:
 /// (kind, pp, v, m, schedule).
 fn all_small() -> Vec<(&'static str, usize, usize, usize, Schedule)> {
     let mut all = Vec::new();
@@ -25,7 +25,7 @@ fn all_small() -> Vec<(&'static str, usize, usize, usize, Schedule)> {
     all
 }
 
-/// Forwards of `f` and backwards of `b` on every chunk.
+/// Costs of `f` for forwards and `b` for backwards on every chunk.
 fn even(schedule: &Schedule, f: u64, b: u64) -> Costs {
     let chunk = ChunkCosts { forward: f, input_gradients: b, ..ChunkCosts::default() };
     Costs::even(schedule.pp(), schedule.num_chunks, chunk).unwrap()
@@ -80,8 +80,8 @@ fn every_small_schedule_holds_the_input_of_one_pass_ahead_at_most() {
                 late[stage] <= 2 && early[stage] <= 2,
                 "{kind} pp {pp} v {v} m {m} stage {stage}"
             );
-            // Interleaved receives keep to the order in which another stage sends, which may be
-            // one ahead of their use.
+            // Interleaved receives follow the order of the sending stage, which may be one ahead of
+            // their use.
             assert!(
                 kind == "interleaved" || schedule == schedule.receiving_early() || late[stage] <= 1
             );
@@ -144,8 +144,7 @@ fn a_schedule_with_any_action_twice_is_rejected() {
 #[test]
 fn a_deadlock_names_the_stuck_stages_and_their_actions() {
     let mut schedule = one_f_one_b(2, 1, 0).unwrap();
-    // Stage 0 waits for the gradient before it sends the activation that the gradient depends
-    // on.
+    // Stage 0 waits for the gradient before it sends the activation that the gradient depends on.
     let send = schedule.stages[0].remove(1);
     schedule.stages[0].push(send);
     assert_eq!(
@@ -180,7 +179,8 @@ fn a_backward_before_its_forward_is_rejected() {
     assert!(refusal(&schedule).contains("comes before its forward"));
 }
 
-/// A stage's order of passes on one chunk: `F0`, `B0` whole, `I0` and `W0` in halves.
+/// A stage's order of passes on one chunk: `F0` forward, `B0` whole backward, `I0` and `W0` its
+/// halves.
 fn of_passes(order: &str) -> Schedule {
     let pass = |word: &str| Compute {
         pass: match &word[..1] {
@@ -208,7 +208,8 @@ fn weight_gradients_come_once_after_their_input_gradients_and_in_microbatch_orde
         ("F0 I0", "never runs the weight gradients of microbatch 0"),
         ("F0 F1 I0 I1 W1 W0", "gradients sum in one order"),
         ("F0 F1 I1 I0 W0 W1", "gradients sum in one order"),
-        // A whole backward sums the weights', too, before which the first's are to come.
+        // A whole backward sums weight gradients, too, but the first microbatch's must come before
+        // it.
         ("F0 F1 I0 B1 W0", "gradients sum in one order"),
     ] {
         let text = refusal(&of_passes(order));

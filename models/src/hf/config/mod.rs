@@ -1,5 +1,5 @@
-//! `config.json` ↔ [`ModelConfig`]. What would change the result and is not built is refused by
-//! name, never dropped.
+//! `config.json` ↔ [`ModelConfig`]. A setting that would change the result but is not supported is
+//! refused by name, never dropped.
 //!
 //! Fields and their defaults: `transformers` `configuration_{gpt2,llama,mistral,qwen2,bloom}.py`,
 //! versions 4 and 5.
@@ -24,16 +24,16 @@ use crate::families::Family;
 pub const CONFIG: &str = "config.json";
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// The architecture that a `config.json` describes.
+/// The architecture in a `config.json`.
 #[derive(Clone, Debug)]
 pub struct HfConfig {
-    /// Told by `model_type`.
+    /// The family that `model_type` names.
     pub family: Family,
     /// `seq_length` is the longest sequence the model accepts.
     pub model: ModelConfig,
-    /// The file as it is.
+    /// The unchanged content of the file.
     pub json: Map<String, Value>,
-    /// Fields of other programs that no result depends on.
+    /// Ignored fields of other programs, which do not affect the result.
     passed_over: Vec<String>,
     path: PathBuf,
 }
@@ -42,18 +42,18 @@ impl HfConfig {
     /// Reads `folder/config.json`.
     ///
     /// # Errors
-    /// If it cannot be read, or describes something that this program does not build; the message
-    /// names the field.
+    /// If it cannot be read, or describes an unsupported model; the message names the field.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(CONFIG);
         match Found::at(folder).filter(|_| !path.exists()) {
-            // What has no configuration is missing that, and says so.
+            // A Hugging Face folder without a configuration gives the error that the file is
+            // missing.
             None | Some(Found::HuggingFace) => Self::read_file(&path),
             Some(found) => Err(Error::checkpoint(folder, found.advice(folder))),
         }
     }
 
-    /// Reads a file that holds what a `config.json` does.
+    /// Reads a file with the content of a `config.json`.
     ///
     /// # Errors
     /// As [`HfConfig::read`].
@@ -64,7 +64,7 @@ impl HfConfig {
         Self::from_json(path, json)
     }
 
-    /// Understands `json`, read from `path`.
+    /// Interprets `json`, which was read from `path`.
     ///
     /// # Errors
     /// As [`HfConfig::read`].
@@ -77,12 +77,12 @@ impl HfConfig {
         Ok(Self { family, model, json, passed_over, path: path.to_path_buf() })
     }
 
-    /// Where it was read.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A line on the fields that were passed over, if there were any.
+    /// A note about ignored fields, if there are any.
     pub fn note(&self) -> Option<String> {
         let passed_over = self.passed_over.join(", ");
         (!passed_over.is_empty()).then(|| {
@@ -91,7 +91,7 @@ impl HfConfig {
     }
 }
 
-/// What the settings that are checked are called in a family's file.
+/// The names of the checked settings in a family's file.
 fn names(family: Family) -> Origins {
     let pairs: &[(&str, &str)] = match family {
         Family::Gpt2 => &[
@@ -120,7 +120,7 @@ fn names(family: Family) -> Origins {
     names
 }
 
-/// The family, the model, and the fields that were passed over.
+/// The family, the model, and the ignored fields.
 fn understand(
     json: &Map<String, Value>,
 ) -> std::result::Result<(Family, ModelConfig, Vec<String>), String> {

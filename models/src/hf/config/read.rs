@@ -1,4 +1,4 @@
-//! From a family's fields to a [`ModelConfig`].
+//! Converts a family's fields to a [`ModelConfig`].
 
 use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 use serde_json::{Map, Value, json};
@@ -6,15 +6,15 @@ use serde_json::{Map, Value, json};
 use crate::families::Family;
 use crate::hf::fields::Fields;
 
-/// The activations that are GELU's tanh approximation.
+/// Names of GELU's tanh approximation.
 const GELU_TANH: [&str; 3] = ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"];
 const SILU: [&str; 2] = ["silu", "swish"];
 /// Kinds of attention in `layer_types`.
 pub(super) const FULL: &str = "full_attention";
 pub(super) const SLIDING: &str = "sliding_attention";
-/// More are taken for a mistake: some settings are lists with an item for each layer.
+/// A larger number is considered a mistake: some settings are lists with one item per layer.
 const MOST_LAYERS: usize = 1 << 16;
-/// Sequences of models whose positions are relative and whose file names no length.
+/// Sequence length for models with relative positions whose file names no length.
 const UNLIMITED: usize = 2048;
 
 pub(super) fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
@@ -74,7 +74,7 @@ pub(super) fn llama(f: &mut Fields, family: Family) -> std::result::Result<Model
                     "attention_bias {attention} with mlp_bias {mlp}: biases here are in both or in none"
                 ));
             }
-            f.ignore(&["pretraining_tp"]); // the same sums, cut
+            f.ignore(&["pretraining_tp"]); // the same sums, split
             attention
         }
         _ => false,
@@ -121,15 +121,15 @@ fn num_layers(f: &mut Fields, names: &[&str]) -> std::result::Result<usize, Stri
     }
 }
 
-/// The attention's window and the layers that have none.
+/// The attention's window, and the layers without one.
 fn sliding_window(
     f: &mut Fields,
     family: Family,
     layers: usize,
 ) -> std::result::Result<Option<SlidingWindow>, String> {
     let mut size = match family {
-        // What `MistralConfig` and `Qwen2Config` assume where the field is absent; null is none to
-        // them.
+        // The defaults of `MistralConfig` and `Qwen2Config` for an absent field. They read null as
+        // no window.
         Family::Mistral | Family::Qwen2 => {
             let default = if f.is_null("sliding_window") { None } else { Some(4096) };
             f.optional_int("sliding_window")?.or(default)
@@ -159,7 +159,7 @@ fn sliding_window(
                 ));
             }
             let listed: Vec<usize> = (0..layers).filter(|&layer| types[layer] == FULL).collect();
-            // Mistral's layers are alike whatever is listed.
+            // All layers of a Mistral are alike, whatever is listed.
             if family == Family::Mistral && size.is_some() && !listed.is_empty() {
                 return Err(format!(
                     "layer_types holds {FULL:?}, but the layers of a Mistral with a sliding_window are alike"
@@ -173,7 +173,7 @@ fn sliding_window(
     Ok(size.filter(|_| full_layers.len() < layers).map(|size| SlidingWindow { size, full_layers }))
 }
 
-/// Base and scaling of rotary frequencies: `rope_theta` and `rope_scaling`, or both in
+/// Base and scaling of rotary frequencies: from `rope_theta` and `rope_scaling`, or both from
 /// `rope_parameters`.
 fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
     let outer = f.float("rope_theta", 10_000.0)?;
@@ -184,7 +184,7 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
             Some(Value::Object(map)) => rope_of(name, map, outer)?,
             Some(other) => return Err(format!("{name} is {other}, not an object")),
         };
-        // Versions of transformers take one or the other.
+        // Depending on its version, transformers reads one or the other.
         if found.is_some_and(|other| other != this) {
             return Err(
                 "rope_parameters and rope_scaling say different things; remove the one that does not hold".into()
@@ -239,7 +239,7 @@ fn rope_of(
             ));
         }
     };
-    inner.ignore(&["original_max_position_embeddings"]); // of other types, a note
+    inner.ignore(&["original_max_position_embeddings"]); // for other types only a note
     inner.finish().map_err(|why| format!("{name}: {why}"))?;
     Ok((base, scaling))
 }

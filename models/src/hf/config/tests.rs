@@ -1,4 +1,4 @@
-//! Configurations read, refused and written.
+//! Configurations that are read, refused and written.
 
 use serde_json::json;
 
@@ -113,7 +113,7 @@ fn what_would_change_the_result_is_refused_by_name() {
     }
 }
 
-/// The refusal of a file with this content.
+/// The error for a file with this content.
 fn refusal(json: Value) -> String {
     let json = json.as_object().unwrap().clone();
     HfConfig::from_json(Path::new("config.json"), json)
@@ -249,7 +249,7 @@ fn null_and_an_empty_object_count_as_absent_for_every_field() {
             }
         }
     }
-    // Beside the other spelling, which holds.
+    // Next to the other spelling, which applies.
     let both = with(
         with(llama(), "rope_parameters", json!({"rope_theta": 5e5, "type": null})),
         "rope_scaling",

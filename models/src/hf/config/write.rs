@@ -1,4 +1,4 @@
-//! From a [`ModelConfig`] to its family and that family's fields.
+//! Converts a [`ModelConfig`] to its family and that family's fields.
 
 use megatron::config::{ModelConfig, Normalization, PositionEmbedding, RopeScaling};
 use megatron::{Error, Result};
@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 use super::read::{FULL, SLIDING};
 use crate::families::Family;
 
-/// The family that a model belongs to.
+/// The family of a model.
 ///
 /// # Errors
-/// If none has all of its settings; the message says what each lacks.
+/// If no family has all of its settings; the message says what each family lacks.
 pub fn family_of(m: &ModelConfig) -> Result<Family> {
     let layer_norm = m.normalization == Normalization::LayerNorm;
     let plain =
@@ -88,7 +88,7 @@ pub fn to_json(m: &ModelConfig, family: Family) -> Map<String, Value> {
             "num_hidden_layers": m.num_layers,
             "num_key_value_heads": m.num_query_groups,
             "rms_norm_eps": m.norm_epsilon,
-            // Read by versions 4 and 5 alike; 4 would pass over rope_parameters.
+            // Versions 4 and 5 both read this; version 4 would ignore rope_parameters.
             "rope_scaling": rope_json(m.rope_scaling),
             "rope_theta": m.rotary_base,
         }),

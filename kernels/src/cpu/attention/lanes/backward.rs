@@ -18,7 +18,7 @@ use crate::tensor::arguments::attention::HeadShape;
 use crate::tensor::element::Elem;
 use crate::tensor::parallel::{self, Shared};
 
-/// Tensors of the call, as [`crate::cpu::attention::attention_backward`] has them.
+/// Tensors of the call, as in [`crate::cpu::attention::attention_backward`].
 pub struct Tensors<'a, E: Elem> {
     pub packed: &'a [E],
     pub dout: &'a [E],
@@ -26,7 +26,7 @@ pub struct Tensors<'a, E: Elem> {
     pub lse: &'a [E::Acc],
 }
 
-/// Writes all of `dqkv`; false where there is no engine.
+/// Writes all of `dqkv`; false if there is no engine for `E`.
 pub fn backward<E: Elem>(tensors: Tensors<E>, call: Call, dqkv: Shared<E>) -> bool {
     let Tensors { packed, dout, out, lse } = tensors;
     with_engine::<E>(Backward {
@@ -83,59 +83,59 @@ struct Pass<'a, E> {
     lse: &'a [f32],
 }
 
-/// Keys and values of a group, and the gradients gathered for them.
+/// Keys and values of a group, and their accumulated gradients.
 struct Group<'a, T> {
-    /// `[n, width]`
+    /// `[n, width]`.
     keys: Left<T>,
-    /// `[n, width]`
+    /// `[n, width]`.
     values: Left<T>,
-    /// `[width, n]`
+    /// `[width, n]`.
     keys_turned: Left<T>,
-    /// `[n, width]`, but for the scale of scores.
+    /// `[n, width]`, not yet multiplied by the scale of scores.
     dk: &'a mut [f32],
-    /// `[n, width]`
+    /// `[n, width]`.
     dv: &'a mut [f32],
-    /// Whether `dk` and `dv` hold nothing yet.
+    /// Whether `dk` and `dv` are still empty.
     fresh: bool,
 }
 
-/// What is copied for a head.
+/// Copies of a head's rows.
 struct Copies<'a, T> {
-    /// `[n, width]`, as `dout`.
+    /// `[n, width]`, like `dout`.
     queries: &'a mut [T],
     dout: &'a mut [T],
-    /// Σ dout·out
+    /// Σ dout·out.
     delta: &'a mut [f32],
 }
 
 /// One head.
 struct Head<'a, T> {
     tile: Tile<'a>,
-    /// The first keys that its queries see.
+    /// The first key that each of its queries sees.
     first_keys: &'a [u32],
-    /// `[n / 32][width, 32]`, as `dout_turned`.
+    /// `[n / 32][width, 32]`, like `dout_turned`.
     queries_turned: &'a [T],
     dout_turned: &'a [T],
-    /// `[n, width]`, as `dout`.
+    /// `[n, width]`, like `dout`.
     queries: &'a [T],
     dout: &'a [T],
-    /// `[n / 32][width, 32]`, but for the scale of scores.
+    /// `[n / 32][width, 32]`, not yet multiplied by the scale of scores.
     dq: &'a mut [f32],
-    /// The log-sum-exp of powers of two, per query.
+    /// The log-sum-exp in base 2, per query.
     lse: &'a [f32],
-    /// Σ dout·out
+    /// Σ dout·out.
     delta: &'a [f32],
 }
 
 impl<E: Lanes> Pass<'_, E> {
-    /// Part `part` of group `task % groups` of sample `task / groups`, as [`Geometry::qkv_rows`]
-    /// says.
+    /// Part `part` of group `task % groups` of sample `task / groups`, as in
+    /// [`Geometry::qkv_rows`].
     fn part(&self, task: usize, part: usize) -> Rows<'_, E> {
         let groups = self.call.geometry.shape.groups;
         self.call.geometry.qkv_rows(self.packed, task / groups, task % groups, part)
     }
 
-    /// The rows of a query head of this group: queries, output, the output's gradient.
+    /// The rows of a query head of this group: queries, output, gradient of the output.
     fn of_head(&self, task: usize, j: usize) -> [Rows<'_, E>; 3] {
         let HeadShape { groups, heads_per_group, .. } = self.call.geometry.shape;
         let rows = |of| {
@@ -144,11 +144,11 @@ impl<E: Lanes> Pass<'_, E> {
         [self.part(task, j), rows(self.out), rows(self.dout)]
     }
 
-    /// Has rows copied that head `j` of group `task` needs: those of the group, too, if it is its
-    /// first.
+    /// Schedules copies of the rows that head `j` of group `task` needs. For the group's first
+    /// head, these include the group's keys and values.
     ///
     /// # Safety
-    /// As [`Prefetcher::copy`], for all of these places.
+    /// As [`Prefetcher::copy`], for all of these buffers.
     unsafe fn expect<K: Engine<Elem = E>>(
         &self,
         (task, j): (usize, usize),
@@ -170,7 +170,7 @@ impl<E: Lanes> Pass<'_, E> {
         }
     }
 
-    /// Writes the columns in `dqkv` of the groups that `draw` gives: group `task % groups` of
+    /// Writes to `dqkv` the columns of the groups that `draw` gives: group `task % groups` of
     /// sample `task / groups`.
     ///
     /// # Safety
@@ -217,7 +217,7 @@ impl<E: Lanes> Pass<'_, E> {
                 let mut next_copies =
                     Copies { queries: next_queries, dout: next_dout, delta: next_delta };
                 let mut ahead = Prefetcher::<K>::new();
-                // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
+                // SAFETY: the caller's promise; the buffers have the required lengths.
                 unsafe {
                     self.expect((first, 0), [&mut *keys, &mut *values], &mut copies, &mut ahead);
                     ahead.spread(s);
@@ -227,8 +227,8 @@ impl<E: Lanes> Pass<'_, E> {
                 while let Some(task) = following {
                     let (batch, group) = (task / shape.groups, task % shape.groups);
                     let first_keys = self.call.first_keys(batch, n);
-                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
-                    // What is copied goes to buffers that are not used before.
+                    // SAFETY: the caller's promise; the buffers have the required lengths. Copies
+                    // go to buffers that are not used before.
                     unsafe {
                         flip::<K>(paired::<K>(keys, n, width, q_pairs), n, width, keys_flipped);
                         let mut of_keys = Group {
@@ -259,15 +259,15 @@ impl<E: Lanes> Pass<'_, E> {
                             written.for_each(|part| {
                                 ahead.write(target.0, self.part(task, part), 0..s)
                             });
-                            // No more products than follow: those of dq and of dk and dv are as
-                            // many where all of a tile is seen, else more.
+                            // A lower bound of the products that follow. Those of dq, and of dk and
+                            // dv, are this many where all of a tile is seen, else more.
                             ahead.spread((2 + width / BLOCK) * blocks_seen(&first_keys) * K::ASKS);
                             turned::<K>(copies.queries, n, width, q_turned);
                             turned::<K>(copies.dout, n, width, do_turned);
                             let head = group * of_group + j;
                             let of_queries = &self.lse[(batch * shape.heads() + head) * s..][..s];
-                            // Of no query: its probabilities are none, whatever a slope adds to its
-                            // scores.
+                            // Padding without a query: its probabilities are 0, whatever a slope
+                            // adds to its scores.
                             lse[s..].fill(f32::INFINITY);
                             lse.iter_mut().zip(of_queries).for_each(|(to, lse)| *to = lse * LOG2_E);
                             let mut of_queries = Head {
@@ -310,7 +310,7 @@ impl<E: Lanes> Pass<'_, E> {
         for key in (0..n).step_by(KEYS) {
             let keys = key..n.min(key + KEYS);
             for query in (key / QUERIES * QUERIES..n).step_by(QUERIES) {
-                // This query and all later ones see nothing of the tile.
+                // This query and all later ones see none of the tile's keys.
                 if first_keys[query] as usize >= keys.end {
                     break;
                 }
@@ -332,7 +332,7 @@ impl<E: Lanes> Pass<'_, E> {
         queries: Range<usize>,
     ) {
         let (width, first_keys) = (self.call.width(), head.first_keys);
-        // Whether some query of a block of queries sees some key of a block of keys.
+        // Whether any query of a block of queries sees any key of a block of keys.
         let meet = |key: usize, query: usize| {
             key < query + BLOCK && (first_keys[query] as usize) < key + BLOCK
         };
@@ -382,8 +382,8 @@ impl<E: Lanes> Pass<'_, E> {
                     let kept = self.call.mask.map_or(1.0, |m| m.scale as f32);
                     harden(&head.tile, key, scale, kept, per_query, weights, at);
                 }
-                // Tiles of keys come in order: the first one that these queries see holds the first
-                // key that the first of them sees.
+                // Tiles of keys come in order. So the first tile that these queries see holds the
+                // first key that the first query sees.
                 let first = first_keys[query] as usize >= keys.start;
                 let corner = (seen.end > query).then_some(Corner::Right);
                 let ds = weights.ds_right
@@ -403,7 +403,8 @@ impl<E: Lanes> Pass<'_, E> {
                     );
                 }
             }
-            // A tile's first queries are those that see its last key first.
+            // The first tile of queries for these keys is the one in which queries start to see
+            // them.
             let first = group.fresh && queries.start <= keys.start;
             for key in blocks(&keys) {
                 let seen = seen(blocks(&queries), |query| meet(key, query));
@@ -444,7 +445,7 @@ impl<E: Lanes> Pass<'_, E> {
         }
     }
 
-    /// Writes scale · `from [n, width]` to where `to` lies in dqkv.
+    /// Writes scale · `from [n, width]` to the place of `to` in dqkv.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn store(&self, to: Rows<E>, from: &[f32], scale: f32, target: Shared<E>) {
         let (width, scale) = (self.call.width(), _mm512_set1_ps(scale));
@@ -460,7 +461,7 @@ impl<E: Lanes> Pass<'_, E> {
         }
     }
 
-    /// As [`Pass::store`], `from [n / 32][width, 32]`.
+    /// As [`Pass::store`], from `[n / 32][width, 32]`.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn store_turned(&self, to: Rows<E>, from: &[f32], scale: f32, target: Shared<E>) {
         let (s, width, scale) = (self.call.geometry.s, self.call.width(), _mm512_set1_ps(scale));
@@ -487,14 +488,15 @@ impl<E: Lanes> Pass<'_, E> {
     }
 }
 
-/// From the first to behind the last of the blocks that are met; those met follow each other.
+/// The range from the first block for which `meet` holds to the end of the last; those blocks are
+/// consecutive.
 fn seen(blocks: impl Iterator<Item = usize>, meet: impl Fn(usize) -> bool) -> Range<usize> {
     let mut met = blocks.filter(|&block| meet(block));
     let Some(first) = met.next() else { return 0..0 };
     first..met.last().unwrap_or(first) + BLOCK
 }
 
-/// How many blocks of keys blocks of queries see, which see keys from these on.
+/// Number of pairs of a query block and a key block that it sees, given each query's first key.
 fn blocks_seen(first_keys: &[u32]) -> usize {
     let blocks = first_keys.iter().step_by(BLOCK).enumerate();
     blocks.map(|(block, &first)| block + 1 - first as usize / BLOCK).sum()

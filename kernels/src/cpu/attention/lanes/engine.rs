@@ -1,4 +1,4 @@
-//! What an instruction set brings to attention.
+//! The interface of an instruction set to attention.
 
 use std::arch::x86_64::__m512;
 
@@ -7,8 +7,8 @@ use super::{BLOCK, LANES};
 use crate::cpu::gemm::lanes::Lanes;
 use crate::tensor::host::HostElem;
 
-/// A left operand `[rows, inner]`: where it begins, and the distances of rows and of pieces of
-/// [`Engine::STEP`] elements of the inner dimension. The elements of a piece are contiguous.
+/// A left operand `[rows, inner]`: its beginning, the stride of rows, and the stride of pieces of
+/// [`Engine::STEP`] elements along the inner dimension. The elements of a piece are contiguous.
 #[derive(Clone, Copy)]
 pub struct Left<T> {
     pub at: *const T,
@@ -17,13 +17,13 @@ pub struct Left<T> {
 }
 
 impl<T> Left<T> {
-    /// Rows `[rows, width]` as they lie; the width is the inner dimension.
+    /// Rows `[rows, width]` without rearrangement; the width is the inner dimension.
     pub fn plain<K: Engine<Operand = T>>(rows: &[T], width: usize) -> Self {
         Self { at: rows.as_ptr(), row: width, step: K::STEP }
     }
 
-    /// Of rows `[n, width]`, the operand whose inner dimension are the rows: themselves seen along
-    /// their columns where GROUP is 1, else what [`super::operands::flip`] made of them.
+    /// The operand with the rows of `[n, width]` as its inner dimension. If GROUP is 1, this reads
+    /// `rows` along their columns; otherwise it reads `flipped`, made by [`super::operands::flip`].
     pub fn flipped<K: Engine<Operand = T>>(rows: &[T], flipped: &[T], width: usize) -> Self {
         if K::GROUP == 1 {
             Self { at: rows.as_ptr(), row: 1, step: width }
@@ -32,28 +32,28 @@ impl<T> Left<T> {
         }
     }
 
-    /// The operand from row `row` and inner element `inner` on, which begins a piece.
+    /// The operand from row `row` and inner element `inner` on. `inner` begins a piece.
     pub fn from<K: Engine<Operand = T>>(self, row: usize, inner: usize) -> Self {
         Self { at: self.at.wrapping_add(row * self.row + inner / K::STEP * self.step), ..self }
     }
 }
 
-/// The quarter of a block on the diagonal that nobody sees: the last 16 keys of the first 16
-/// queries.
+/// The quarter of a diagonal block that is fully masked: the last 16 keys of the first 16 queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Corner {
-    /// Keys are the result's rows and queries its columns: those sums may be anything finite.
+    /// Keys are the result's rows and queries its columns. The sums in the corner may be any finite
+    /// values.
     Result,
-    /// Keys are the inner dimension, and its last 32 are the diagonal's; in the right operand, the
-    /// corner holds zeros.
+    /// Keys are the inner dimension, and its last 32 belong to the diagonal. In the right operand,
+    /// the corner holds zeros.
     Right,
-    /// Keys are the rows, queries the inner dimension, and its first 32 are the diagonal's; in the
-    /// left operand, the corner holds zeros.
+    /// Keys are the rows and queries the inner dimension; its first 32 belong to the diagonal. In
+    /// the left operand, the corner holds zeros.
     Left,
 }
 
-/// Inner elements that rows of a block are made of: `first .. both` count for all 32 columns, `both
-/// .. end` for the last 16.
+/// Inner elements that contribute to rows of a block: `first .. both` to all 32 columns, `both ..
+/// end` to the last 16.
 #[derive(Clone, Copy)]
 pub struct Span {
     pub first: usize,
@@ -62,8 +62,8 @@ pub struct Span {
 }
 
 impl Span {
-    /// Of the rows from `row` on, which lie on one side of the middle or have no other span than
-    /// the others.
+    /// The span of the rows from `row` on. These rows lie in one half, or both halves have the same
+    /// span.
     pub fn new(inner: usize, corner: Option<Corner>, row: usize) -> Self {
         let all = Self { first: 0, both: inner, end: inner };
         match corner {
@@ -75,31 +75,31 @@ impl Span {
     }
 }
 
-/// Products of blocks of 32 × 32, and the operands they want.
+/// Products of blocks of 32 × 32, and the layout of their operands.
 ///
 /// A *right* operand is `[inner / GROUP][columns][GROUP]`: GROUP elements along the inner dimension
 /// lie side by side.
 ///
 /// # Safety
-/// Of all functions: the machine has the instructions, and the memory is as said.
+/// For all functions: the machine has the instructions, and the memory is as described.
 pub trait Engine {
-    /// What tensors hold.
+    /// Element type of tensors.
     type Elem: Lanes;
-    /// What operands hold: the numbers of tensors, exactly.
+    /// Element type of operands; it represents the tensors' numbers exactly.
     type Operand: HostElem;
     const GROUP: usize;
-    /// Of left operands; 32 is a multiple of it.
+    /// Elements per piece of a left operand; a divisor of 32.
     const STEP: usize;
-    /// Of a block.
+    /// Calls of [`Prefetcher::ask`] per block.
     const ASKS: usize;
 
-    /// Copies `n` elements of a row, and fills it up with zeros to `width`, a multiple of 32.
+    /// Copies `n` elements of a row and pads it with zeros to `width`, a multiple of 32.
     unsafe fn row(from: *const Self::Elem, n: usize, to: *mut Self::Operand, width: usize);
 
-    /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` where `add`; the inner
-    /// dimension is a multiple of 32. `b` is given with the distance of its rows of GROUP ·
-    /// columns, `c` with that of its rows. Products with the corner may be left out. Calls
-    /// [`Prefetcher::ask`] ASKS times in between.
+    /// `c [32, 32] = a [32, inner] · b [inner, 32]`, plus the old `c` if `add`; the inner dimension
+    /// is a multiple of 32. `b` comes with the stride of its rows of GROUP · columns, `c` with the
+    /// stride of its rows. Products with the corner may be skipped. Calls [`Prefetcher::ask`] ASKS
+    /// times in between.
     unsafe fn block(
         inner: usize,
         corner: Option<Corner>,
@@ -111,11 +111,11 @@ pub trait Engine {
     ) where
         Self: Sized;
 
-    /// What a probability is rounded to before it weighs values.
+    /// Rounds a probability to the precision in which it weights values.
     unsafe fn round(p: __m512) -> __m512;
 
-    /// Stores two rows, of 16 columns, as a part of a right operand of 32 columns, whose inner
-    /// dimension are the rows.
+    /// Stores two rows of 16 columns as a part of a right operand of 32 columns. The rows are its
+    /// inner dimension.
     unsafe fn right(rows: [__m512; 2], to: *mut Self::Operand);
 
     /// Stores two rows of a left operand.
@@ -138,7 +138,7 @@ mod tests {
 
     const INNER: usize = 96;
 
-    /// Small whole numbers, and zeros where both numbers of a place are in the corner.
+    /// Small whole numbers, and zeros at the places in the corner.
     fn operand<T: Elem>(n: usize, in_corner: impl Fn(usize) -> bool) -> Vec<T> {
         let number = |i: usize| if in_corner(i) { 0.0 } else { (i * 37 % 101) as f32 - 50.0 };
         (0..n).map(|i| T::store(T::Acc::of(number(i).into()))).collect()
@@ -149,7 +149,7 @@ mod tests {
         K::Operand: Elem,
     {
         for corner in [Corner::Result, Corner::Right, Corner::Left] {
-            // a [32, INNER], b [INNER / GROUP, 32, GROUP]
+            // a [32, INNER], b [INNER / GROUP, 32, GROUP].
             let a = operand(BLOCK * INNER, |i| {
                 corner == Corner::Left && i / INNER >= LANES && i % INNER < LANES
             });
@@ -160,8 +160,8 @@ mod tests {
             for add in [false, true] {
                 let product = |corner| {
                     let mut c = [0.5_f32; BLOCK * BLOCK];
-                    // SAFETY: the caller has looked at the machine; the operands have INNER
-                    // elements of 32 rows and columns.
+                    // SAFETY: the caller has checked the machine; the operands have INNER elements
+                    // of 32 rows and columns.
                     unsafe {
                         let a = Left::plain::<K>(&a, INNER);
                         K::block(

@@ -1,4 +1,5 @@
-//! Forward: one task per sample and some groups, or per part of their queries where there are few.
+//! Forward: one task per sample and group, or several tasks per group, each for a part of its
+//! queries, if there are few groups.
 
 use std::arch::x86_64::*;
 use std::f32::consts::LN_2;
@@ -19,8 +20,8 @@ use crate::tensor::parallel::{self, Shared};
 /// Keys per tile.
 const KEYS: usize = 128;
 
-/// Writes all of `out` and `lse`, as [`crate::cpu::attention::attention`] says; false where there
-/// is no engine.
+/// Writes all of `out` and `lse`, as [`crate::cpu::attention::attention`] describes; false if there
+/// is no engine for `E`.
 pub fn forward<E: Elem>(packed: &[E], call: Call, out: Shared<E>, lse: Shared<E::Acc>) -> bool {
     with_engine::<E>(Forward {
         call,
@@ -45,8 +46,8 @@ impl WithEngine for Forward<'_> {
         let packed =
             unsafe { std::slice::from_raw_parts(packed.cast::<K::Elem>(), s * b * shape.width()) };
         let (out, lse, tiles) = (Shared(out.cast::<K::Elem>()), Shared(lse), s.div_ceil(BLOCK));
-        // No tile depends on how they are dealt. Two tasks a thread even out what the last ones
-        // leave idle.
+        // No tile depends on how tiles are distributed. Two tasks per thread balance the load at
+        // the end.
         let parts =
             (2 * parallel::threads()).div_ceil((b * shape.groups).max(1)).clamp(1, tiles.max(1));
         let tasks = if tiles > 0 { b * shape.groups * parts } else { 0 };
@@ -58,12 +59,12 @@ impl WithEngine for Forward<'_> {
                 batch: batch_group / shape.groups,
                 group: batch_group % shape.groups,
             };
-            // Every parts-th tile, up to the last one: short and long rows alike for each.
+            // Every parts-th tile, up to the last one, so that each part gets short and long rows.
             (group, ((tiles - 1 - part) % parts..tiles - part).step_by(parts))
         };
         parallel::for_each(tasks, |task| {
             let (group, tiles) = of_task(task);
-            // What this thread probably does next.
+            // This thread's most likely next task.
             let next = (task + 1 < tasks).then(|| of_task(task + 1));
             let next = next.and_then(|(group, mut tiles)| tiles.next().map(|tile| (group, tile)));
             // SAFETY: the caller's promise; no two tasks write the same places.
@@ -87,25 +88,25 @@ struct Group<'a, E> {
 /// Operands of a tile of 32 queries and of all keys that they see.
 struct Operands<'a, T> {
     keys: Left<T>,
-    /// `[width, keys]`
+    /// `[width, keys]`.
     values: Left<T>,
-    /// `[width, 32]`
+    /// `[width, 32]`.
     queries: &'a [T],
 }
 
-/// What a tile of queries has gathered, in two vectors of sixteen each.
+/// The accumulated state of a tile of queries, in two vectors of sixteen each.
 struct Gathered<'a> {
     /// Σ 2^(score − maximum)·v, transposed: `[width, 32]`.
     acc: &'a mut [f32],
-    /// Whether `acc` holds nothing yet.
+    /// Whether `acc` is still empty.
     fresh: bool,
     maxima: [__m512; 2],
-    /// Σ 2^(score − maximum)
+    /// Σ 2^(score − maximum).
     sums: [__m512; 2],
 }
 
 impl<E: Lanes> Group<'_, E> {
-    /// A part of the group, as [`Geometry::qkv_rows`] says.
+    /// A part of the group, as in [`Geometry::qkv_rows`].
     fn part(&self, part: usize) -> Rows<'_, E> {
         self.call.geometry.qkv_rows(self.packed, self.batch, self.group, part)
     }
@@ -116,14 +117,14 @@ impl<E: Lanes> Group<'_, E> {
         self.group * of_group..(self.group + 1) * of_group
     }
 
-    /// The block where the keys begin that a tile of queries sees.
+    /// The first key that a tile of queries sees, rounded down to a whole block.
     fn seen(&self, tile: usize) -> usize {
         // The first query sees furthest back.
         self.call.scores.first_key(self.call.geometry.s, self.batch, tile * BLOCK) / BLOCK * BLOCK
     }
 
-    /// Has the rows asked for that a tile of queries needs, once there are the keys and values
-    /// before `copied`.
+    /// Schedules prefetches of the rows that a tile of queries needs. Keys and values before
+    /// `copied` exist already.
     fn expect<K: Engine<Elem = E>>(
         &self,
         tile: usize,
@@ -147,8 +148,8 @@ impl<E: Lanes> Group<'_, E> {
         }
     }
 
-    /// Writes the rows of these tiles of queries, whose numbers rise, in `out` and `lse`; `next` is
-    /// what follows them.
+    /// Writes the rows of these tiles of queries, in ascending order, to `out` and `lse`; `next` is
+    /// the tile after them.
     ///
     /// # Safety
     /// As [`Engine`]'s functions; no other task writes these rows.
@@ -171,7 +172,7 @@ impl<E: Lanes> Group<'_, E> {
             [all, all, pairs, pairs, tile, tile, KEYS * BLOCK],
             [KEYS * BLOCK, tile],
             |[keys, values, pairs, flipped, rows, queries, p], [scores, acc]| {
-                // Keys and values before this one are copied, but for those that no further query
+                // Keys and values before this index are copied, except those that no later query
                 // sees.
                 let mut copied = 0;
                 while let Some(tile) = tiles.next() {
@@ -182,14 +183,14 @@ impl<E: Lanes> Group<'_, E> {
                         (None, Some((group, tile))) => group.expect(*tile, 0, out, &mut ahead),
                         (None, None) => (),
                     }
-                    // At every product of [`Group::tile`].
+                    // Number of products in [`Group::tile`]; each asks.
                     let products =
                         (end - seen) / BLOCK + (end - seen).div_ceil(KEYS) * (width / BLOCK);
                     ahead.spread(of_group * products * K::ASKS);
                     let from = copied.max(seen);
                     let (n, at) = (end - from, from * width);
                     copied = end;
-                    // SAFETY: the caller's promise; the buffers have the lengths that are wanted.
+                    // SAFETY: the caller's promise; the buffers have the required lengths.
                     unsafe {
                         plain::<K>(self.part(of_group), s, from, n, &mut keys[at..], width);
                         plain::<K>(self.part(of_group + 1), s, from, n, &mut values[at..], width);
@@ -227,7 +228,7 @@ impl<E: Lanes> Group<'_, E> {
         );
     }
 
-    /// Gathers one tile of queries.
+    /// Accumulates one tile of queries.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn tile<K: Engine<Elem = E>>(
         &self,
@@ -244,7 +245,7 @@ impl<E: Lanes> Group<'_, E> {
         tile.turn_to(query);
         for key in (self.seen(query / BLOCK)..query + BLOCK).step_by(KEYS) {
             let keys = KEYS.min(query + BLOCK - key);
-            // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all below
+            // SAFETY: the caller's promise; a tile has 32 queries and up to KEYS keys, all before
             // the end of the operands.
             unsafe {
                 for k in (0..keys).step_by(BLOCK) {
@@ -335,8 +336,8 @@ impl<E: Lanes> Group<'_, E> {
     }
 }
 
-/// A tile's step of the online softmax: makes `p`, 2^(score − maximum), dropped and rounded, with 0
-/// for keys that a query does not see, and brings what was gathered so far to the new maximum.
+/// A tile's step of the online softmax. Computes `p`: 2^(score − maximum), dropped and rounded,
+/// with 0 for keys that a query does not see. Rescales the accumulated state to the new maximum.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -364,8 +365,7 @@ unsafe fn soften<K: Engine, const EDGE: bool, const DROP: bool>(
                         score =
                             _mm512_mask_mov_ps(lowest, tile.seen(half, first_key + key + i), score);
                     }
-                    // Of operands one of which is NaN, MAXPS gives the second: NaNs are passed
-                    // over.
+                    // If one operand is NaN, MAXPS returns the second: NaNs are ignored.
                     tops[half][i] = _mm512_max_ps(score, tops[half][i]);
                 }
             }

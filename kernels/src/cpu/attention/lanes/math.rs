@@ -3,11 +3,11 @@
 use std::arch::x86_64::*;
 use std::f32::consts::LN_2;
 
-/// 2ˣ to about 1e-7 relative; what would be below 2⁻¹²⁶ is 2⁻¹²⁶, NaN stays NaN.
+/// 2ˣ to about 1e-7 relative. Results below 2⁻¹²⁶ become 2⁻¹²⁶; NaN stays NaN.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn exp2(x: __m512) -> __m512 {
-    // Of operands one of which is NaN, MAXPS gives the second.
+    // If one operand is NaN, MAXPS returns the second.
     let x = _mm512_max_ps(_mm512_set1_ps(-126.0), x);
     let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     let r = _mm512_sub_ps(x, n);
@@ -27,10 +27,10 @@ const EXP2: [f32; 7] =
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn ln(x: __m512) -> __m512 {
-    // m in [¾, 3/2)
+    // m in [¾, 3/2).
     let m = _mm512_getmant_ps::<_MM_MANT_NORM_P75_1P5, _MM_MANT_SIGN_SRC>(x);
     let one = _mm512_set1_ps(1.0);
-    // GETEXP's is that of a mantissa in [1, 2).
+    // GETEXP returns the exponent for a mantissa in [1, 2).
     let e = _mm512_getexp_ps(x);
     let e = _mm512_mask_add_ps(e, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(m, one), e, one);
     let s = _mm512_div_ps(_mm512_sub_ps(m, one), _mm512_add_ps(m, one));
@@ -51,7 +51,7 @@ mod tests {
 
     /// `f` of sixteen equal values.
     fn one(f: unsafe fn(__m512) -> __m512, x: f32) -> f32 {
-        // SAFETY: the tests end where the machine has no AVX-512.
+        // SAFETY: the tests return early if the machine has no AVX-512.
         unsafe { _mm512_cvtss_f32(f(_mm512_set1_ps(x))) }
     }
 

@@ -1,10 +1,10 @@
-//! Attention with queries side by side in the lanes of vectors, for AVX-512 and what builds on it.
+//! Attention with queries side by side in the lanes of vectors, for AVX-512 and its extensions.
 //!
-//! Scores are made transposed, `[keys, queries]`, so that maxima, sums, masks and random words of
-//! sixteen queries are operations of whole vectors. The output and the gradient of the queries are
-//! gathered transposed, too, and turned once they are complete. All products are of blocks of 32 ×
-//! 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in f32. As in other
-//! products of bf16, subnormal numbers then count as 0.
+//! Scores are computed transposed, `[keys, queries]`, so that maxima, sums, masks and random words
+//! of sixteen queries are whole-vector operations. The output and the gradient of the queries are
+//! accumulated transposed, too, and transposed back once they are complete. All products are of
+//! blocks of 32 × 32 that an [`Engine`] computes: by FMA of f32, or of pairs of bf16 with sums in
+//! f32. As in other products of bf16, subnormal numbers then count as 0.
 
 mod backward;
 mod engine;
@@ -31,20 +31,20 @@ const BLOCK: usize = 32;
 /// Queries in a vector.
 const LANES: usize = 16;
 
-/// What is done once the engine is known.
+/// Work that runs once the engine is known.
 trait WithEngine {
     /// # Safety
-    /// The machine has the engine's instructions, and what `self` points to is of its element type.
+    /// The machine has the engine's instructions, and `self` points to elements of its type.
     unsafe fn run<K: Engine>(self);
 }
 
-/// Runs `what` with the engine for tensors of `E`; false where there is none.
+/// Runs `what` with the engine for tensors of `E`; false if there is none.
 fn with_engine<E: Elem>(what: impl WithEngine) -> bool {
     let isa = Isa::detected();
     if isa < Isa::Avx512 {
         return false;
     }
-    // SAFETY: the machine has what was detected, and callers hand in tensors of E.
+    // SAFETY: the machine has the detected instructions, and callers pass tensors of E.
     unsafe {
         match E::DTYPE {
             DType::F32 => what.run::<Wide<f32>>(),
@@ -64,8 +64,8 @@ impl Call<'_> {
         self.geometry.shape.head_dim.next_multiple_of(BLOCK)
     }
 
-    /// The first keys that the first `n` queries of a sample see; those behind the sequence's end
-    /// see what its last one sees.
+    /// The first key that each of the first `n` queries of a sample sees. Queries beyond the
+    /// sequence's end get the value of its last query.
     fn first_keys(&self, sample: usize, n: usize) -> Vec<u32> {
         let s = self.geometry.s;
         (0..n).map(|query| self.scores.first_key(s, sample, query.min(s - 1)) as u32).collect()

@@ -1,5 +1,5 @@
-//! Rows of heads as operands of blocks. Everything is made of two steps: neighbouring rows are
-//! paired element by element, and matrices of 32-bit words (a number, or a pair) are transposed.
+//! Makes operands of blocks from rows of heads. Two steps suffice: pairing neighbouring rows
+//! element by element, and transposing matrices of 32-bit words (a number, or a pair).
 
 use std::arch::x86_64::*;
 
@@ -8,13 +8,13 @@ use super::engine::Engine;
 use crate::cpu::attention::buffers::Rows;
 use crate::cpu::gemm::lanes::transpose;
 
-/// Elements of a copy that only operands of pairs need.
+/// Number of elements of a copy that only engines of pairs need.
 pub fn if_pairs<K: Engine>(n: usize) -> usize {
     if K::GROUP == 2 { n } else { 0 }
 }
 
-/// `n` rows of a part of a tensor from row `first` on, `to [n, width]`, with zeros beyond the last
-/// row of `s` and beyond the part's columns.
+/// Copies `n` rows of a part of a tensor, from row `first` on, to `to [n, width]`. Rows from `s`
+/// on, and columns beyond the part's, become zeros.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -36,7 +36,7 @@ pub unsafe fn plain<K: Engine>(
     }
 }
 
-/// Transposes `from [rows, columns]` of words, both multiples of 16, where rows lie `stride` apart.
+/// Transposes `from [rows, columns]` of words, both multiples of 16. Rows have the given strides.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn transpose_words(
     (rows, columns): (usize, usize),
@@ -58,8 +58,8 @@ unsafe fn transpose_words(
     }
 }
 
-/// Of plain rows `[n, width]`: right operands whose columns are 32 rows each and whose inner
-/// dimension is the width, `to [n / 32][width / GROUP][32][GROUP]`.
+/// Makes right operands from plain rows `[n, width]`: 32 rows each become the columns, and the
+/// width is the inner dimension; `to [n / 32][width / GROUP][32][GROUP]`.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -82,9 +82,9 @@ pub unsafe fn turned<K: Engine>(
     }
 }
 
-/// Of plain rows `[n, width]`: the right operand whose inner dimension are the rows, `[n /
-/// GROUP][width][GROUP]`; where GROUP is 1 these are the rows themselves, else they are made in
-/// `to`.
+/// Makes a right operand from plain rows `[n, width]`, with the rows as inner dimension: `[n /
+/// GROUP][width][GROUP]`. If GROUP is 1, these are the rows themselves; otherwise they are written
+/// to `to`.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -102,7 +102,7 @@ pub unsafe fn paired<'a, K: Engine>(
     let (from, target) = (rows.as_ptr().cast::<u16>(), to.as_mut_ptr().cast::<u16>());
     for pair in 0..n / 2 {
         for c in (0..width).step_by(16) {
-            // SAFETY: operands of pairs are bf16, and the elements are within both.
+            // SAFETY: operands of pairs are bf16, and the elements lie within both slices.
             unsafe {
                 let from = from.add(2 * pair * width + c);
                 let low = _mm512_cvtepu16_epi32(_mm256_loadu_epi16(from.cast()));
@@ -115,8 +115,8 @@ pub unsafe fn paired<'a, K: Engine>(
     to
 }
 
-/// Of what [`paired`] made of rows `[n, width]`: what [`Left::flipped`] wants, `to [n /
-/// 32][width][32]`; nothing where GROUP is 1.
+/// Makes the operand for [`Left::flipped`], `to [n / 32][width][32]`, from the result of [`paired`]
+/// for rows `[n, width]`. Does nothing if GROUP is 1.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.

@@ -10,13 +10,13 @@ use super::prefetch::Prefetcher;
 use super::{BLOCK, LANES};
 use crate::cpu::gemm::amx_tiles;
 
-/// Tiles of 16 × 16 sums, 32 of the inner dimension a step.
+/// Tiles of 16 × 16 sums, with 32 elements of the inner dimension per step.
 pub struct Amx;
 
 /// VDPBF16PS.
 pub struct Dot;
 
-/// What both engines share.
+/// The code that both engines share.
 macro_rules! of_pairs {
     () => {
         type Elem = bf16;
@@ -76,13 +76,13 @@ macro_rules! of_pairs {
     };
 }
 
-/// Two rows rounded, one behind the other. In assembly, so that it may stand in code which other
-/// engines share.
+/// Rounds two rows and concatenates them. In assembly, so that code shared with other engines can
+/// contain it.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn narrow([low, high]: [__m512; 2]) -> __m512i {
     let both: __m512i;
-    // SAFETY: the machine has AVX-512 BF16 where there are pairs.
+    // SAFETY: machines with engines of pairs have AVX-512 BF16.
     unsafe {
         asm!(
             "vcvtne2ps2bf16 {both}, {high}, {low}",
@@ -166,7 +166,7 @@ impl Engine for Amx {
 
     #[inline]
     unsafe fn enter() {
-        // SAFETY: AMX is detected with the operating system's permission only.
+        // SAFETY: AMX is detected only with the operating system's permission.
         unsafe { amx_tiles::configure() }
     }
 
@@ -213,7 +213,7 @@ unsafe fn strip<const ROWS: usize>(
     add: bool,
 ) {
     let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-    // SAFETY: the caller's promise; __m512bh is 32 bf16 as __m512i is 16 pairs of them.
+    // SAFETY: the caller's promise; __m512bh holds 32 bf16, __m512i the same as 16 pairs.
     unsafe {
         let pairs = |v: __m512i| std::mem::transmute::<__m512i, __m512bh>(v);
         if add {

@@ -1,9 +1,9 @@
-//! Rows asked for before they are read or written, and copied before they are multiplied, a few at
-//! a time beside the products of what came before.
+//! Prefetches rows before they are read or written, and copies them before they are multiplied: a
+//! few at a time, between the products of the previous rows.
 //!
-//! Positions of a head lie many kilobytes apart: no hardware foresees them, and copies that wait
-//! for them took a quarter of attention's time. They lie, too, where few sets of a cache hold them,
-//! which is why those that are copied are asked for no earlier than one call before.
+//! Positions of a head lie many kilobytes apart. No hardware prefetcher predicts them, and copies
+//! that wait for them took a quarter of attention's time. They also map to few sets of a cache.
+//! Rows to copy are therefore prefetched only one call ahead.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -14,14 +14,14 @@ use crate::cpu::attention::buffers::Rows;
 use crate::tensor::allocator::LINE;
 use crate::tensor::simd::prefetch;
 
-/// Rows that are soon read or written.
+/// Rows that will soon be read or written.
 pub struct Prefetcher<K: Engine> {
     pieces: Vec<Piece<K>>,
-    /// Rows asked for at a time.
+    /// Rows to prefetch per call.
     share: usize,
     asked: Cursor,
     copied: Cursor,
-    /// Rows asked for by the last call, which are copied by the next one.
+    /// Rows prefetched by the last call; the next call copies them.
     ready: usize,
 }
 
@@ -32,7 +32,7 @@ struct Cursor {
     row: usize,
 }
 
-/// Rows `stride` elements apart, and what becomes of each.
+/// Rows `stride` elements apart, and the use of each.
 struct Piece<K: Engine> {
     at: *const K::Elem,
     stride: usize,
@@ -42,14 +42,14 @@ struct Piece<K: Engine> {
 }
 
 enum Then<K: Engine> {
-    /// It is read elsewhere.
+    /// Other code reads it.
     Nothing,
-    /// It is written elsewhere.
+    /// Other code writes it.
     Written,
     /// It is copied to `to [rows, width]`.
     Copied { to: *mut K::Operand, width: usize },
-    /// As `Copied`; its inner product with the row at `with`, of rows that lie as these do, goes to
-    /// `product [rows]`.
+    /// As `Copied`. The row's inner product with the row at `with` also goes to `product [rows]`;
+    /// those rows have the same stride.
     Multiplied { to: *mut K::Operand, width: usize, with: *const K::Elem, product: *mut f32 },
 }
 
@@ -64,7 +64,7 @@ impl<K: Engine> Prefetcher<K> {
         }
     }
 
-    /// Forgets all rows.
+    /// Removes all rows.
     pub fn clear(&mut self) {
         self.pieces.clear();
         (self.asked, self.copied, self.ready) = (Cursor::default(), Cursor::default(), 0);
@@ -75,17 +75,18 @@ impl<K: Engine> Prefetcher<K> {
         self.add(rows.elements.as_ptr(), rows, positions, Then::Nothing);
     }
 
-    /// Adds rows that will be written to the tensor at `to`, which lie there as `rows` do in
-    /// theirs.
+    /// Adds rows that will be written to the tensor at `to`, at the same offsets as `rows` have in
+    /// their tensor.
     pub fn write(&mut self, to: *const K::Elem, rows: Rows<K::Elem>, positions: Range<usize>) {
         self.add(to, rows, positions, Then::Written);
     }
 
-    /// Adds the first `s` rows of a part of a tensor, to be copied to `to [n, width]`, whose other
-    /// rows and columns become zeros.
+    /// Adds the first `s` rows of a part of a tensor, to be copied to `to [n, width]`. All other
+    /// rows and columns of `to` become zeros.
     ///
     /// # Safety
-    /// Until they are copied, or forgotten, nobody else uses `to`, and the tensor stays as it is.
+    /// Until the rows are copied or removed, nothing else uses `to`, and the tensor does not
+    /// change.
     pub unsafe fn copy(
         &mut self,
         rows: Rows<K::Elem>,
@@ -97,11 +98,11 @@ impl<K: Engine> Prefetcher<K> {
         self.add(rows.elements.as_ptr(), rows, 0..s, Then::Copied { to, width });
     }
 
-    /// As [`Prefetcher::copy`], and the inner products of its rows with those of `with` to
-    /// `products [n]`; the others become zeros.
+    /// As [`Prefetcher::copy`]; the inner products of its rows with those of `with` also go to
+    /// `products [n]`, and the remaining products become zeros.
     ///
     /// # Safety
-    /// As [`Prefetcher::copy`], of `products` and the other tensor, too.
+    /// As [`Prefetcher::copy`], for `products` and the other tensor, too.
     pub unsafe fn multiply(
         &mut self,
         [rows, with]: [Rows<K::Elem>; 2],
@@ -129,14 +130,14 @@ impl<K: Engine> Prefetcher<K> {
         }
     }
 
-    /// Deals the rows evenly over `calls` calls of [`Prefetcher::ask`]. The last of them copies
-    /// none that it asks for.
+    /// Distributes the rows evenly over `calls` calls of [`Prefetcher::ask`]. The last call does
+    /// not copy rows that it prefetches itself.
     pub fn spread(&mut self, calls: usize) {
         let rows: usize = self.pieces.iter().map(|piece| piece.rows).sum();
         self.share = rows.div_ceil(calls.saturating_sub(1).max(1)).max(1);
     }
 
-    /// Copies the rows that the last call asked for, and asks for the next ones.
+    /// Copies the rows that the last call prefetched, and prefetches the next ones.
     ///
     /// # Safety
     /// As [`Engine`]'s functions.
@@ -151,12 +152,12 @@ impl<K: Engine> Prefetcher<K> {
         }
         for _ in 0..ready {
             let Some((piece, row)) = self.copied.next(&self.pieces) else { break };
-            // SAFETY: the caller's promise, and that of who added the piece.
+            // SAFETY: the caller's promise, and the promise made when the piece was added.
             unsafe { piece.copy(row) };
         }
     }
 
-    /// Copies all that is left.
+    /// Copies all remaining rows.
     ///
     /// # Safety
     /// As [`Prefetcher::ask`].
@@ -170,7 +171,7 @@ impl<K: Engine> Prefetcher<K> {
 }
 
 impl Cursor {
-    /// The row here; then the one behind it is.
+    /// Returns the row at the cursor and moves to the next.
     #[inline]
     fn next<'a, K: Engine>(&mut self, pieces: &'a [Piece<K>]) -> Option<(&'a Piece<K>, usize)> {
         let (piece, row) = (pieces.get(self.piece)?, self.row);
@@ -191,7 +192,7 @@ impl<K: Engine> Piece<K> {
                 .step_by(LINE)
                 .map(move |line| at.wrapping_add(line))
         };
-        // SAFETY: fetching ahead is no access.
+        // SAFETY: a prefetch is no access.
         unsafe {
             match self.then {
                 Then::Nothing => lines(self.at).for_each(prefetch),
@@ -205,7 +206,7 @@ impl<K: Engine> Piece<K> {
     }
 
     /// # Safety
-    /// As [`Engine`]'s functions; the row is there, and so is its place.
+    /// As [`Engine`]'s functions; the row and its destination exist.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn copy(&self, row: usize) {
@@ -227,7 +228,7 @@ impl<K: Engine> Piece<K> {
     }
 }
 
-/// Where `s` rows of `to [n, width]` are, of which the others are made zeros.
+/// The address of the first `s` rows of `to [n, width]`; zeroes the other rows.
 fn room<K: Engine>(s: usize, to: &mut [K::Operand], width: usize) -> *mut K::Operand {
     let (rows, others) = to.split_at_mut(s * width);
     // SAFETY: operands are plain numbers, whose zeros are zero bytes.
@@ -245,8 +246,8 @@ mod tests {
     use crate::tensor::element::Elem;
     use crate::tensor::simd::Isa;
 
-    /// Rows of 40 elements, some way apart, of which 5 are copied to places for 8, whatever is left
-    /// to `finish`.
+    /// Rows of 40 elements with gaps between them. 5 are copied to room for 8, with more or less of
+    /// the work left to `finish`.
     fn check<K: Engine>(number: impl Fn(usize) -> K::Elem)
     where
         K::Operand: Elem<Acc = f32>,
@@ -261,8 +262,7 @@ mod tests {
                 let places = || vec![K::Operand::store(7.0); n * width];
                 let (mut copied, mut multiplied, mut products) = (places(), places(), vec![7.0; n]);
                 let mut ahead = Prefetcher::<K>::new();
-                // SAFETY: the caller has looked at the machine; the vectors outlive what is done
-                // with them.
+                // SAFETY: the caller has checked the machine; the vectors outlive their uses.
                 unsafe {
                     ahead.copy(b, s, &mut copied, width);
                     ahead.read(a, 0..s);

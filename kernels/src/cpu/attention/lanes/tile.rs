@@ -1,4 +1,4 @@
-//! Which keys 32 queries see, and what is done to their scores.
+//! The keys that 32 queries see, and the operations on their scores.
 
 use std::arch::x86_64::*;
 use std::f64::consts::LOG2_E;
@@ -9,10 +9,10 @@ use crate::tensor::philox::{MULTIPLIERS, ROUNDS, WEYL};
 
 /// 32 queries of a head, in two vectors of sixteen.
 pub struct Tile<'a> {
-    /// What scores are multiplied with, for powers of two.
+    /// Factor of the scores, for powers of two.
     scale: f32,
     mask: Option<HeadMask>,
-    /// For each position that a key is behind a query.
+    /// Added per position by which a key follows a query.
     slope: Option<f32>,
     first_keys: &'a [u32],
     /// The first query.
@@ -22,7 +22,8 @@ pub struct Tile<'a> {
 }
 
 impl<'a> Tile<'a> {
-    /// Of no queries yet; `first_keys` of all queries of the sample, up to a whole block.
+    /// A tile without queries yet. `first_keys` are those of all queries of the sample, padded to a
+    /// whole block.
     #[target_feature(enable = "avx512f")]
     pub fn new(call: &Call, batch: usize, head: usize, first_keys: &'a [u32]) -> Self {
         let slope = call.scores.slope(head).map(|slope| (slope * LOG2_E) as f32);
@@ -32,7 +33,7 @@ impl<'a> Tile<'a> {
         Self { scale, mask, slope, first_keys, query: 0, queries: nothing, first_of: nothing }
     }
 
-    /// The tile of the 32 queries from `query` on.
+    /// Moves to the 32 queries from `query` on.
     #[target_feature(enable = "avx512f")]
     pub fn turn_to(&mut self, query: usize) {
         const STEPS: [i32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
@@ -40,7 +41,7 @@ impl<'a> Tile<'a> {
         self.query = query;
         for half in 0..2 {
             let first = _mm512_set1_epi32((query + half * LANES) as i32);
-            // SAFETY: sixteen words are a vector's bits.
+            // SAFETY: sixteen words fill a vector.
             unsafe {
                 self.queries[half] = _mm512_add_epi32(first, _mm512_loadu_epi32(STEPS.as_ptr()));
                 self.first_of[half] =
@@ -54,12 +55,12 @@ impl<'a> Tile<'a> {
         self.mask.is_some()
     }
 
-    /// Whether some query does not see all of these keys.
+    /// Whether any query does not see all of these keys.
     pub fn is_edge(&self, key: usize, keys: usize) -> bool {
         key + keys > self.query + 1 || self.first_keys[self.query + BLOCK - 1] as usize > key
     }
 
-    /// Which queries see a key.
+    /// The queries that see a key.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub fn seen(&self, half: usize, key: usize) -> __mmask16 {
@@ -71,8 +72,8 @@ impl<'a> Tile<'a> {
         )
     }
 
-    /// What the scores `[keys, 32]` of the keys from `key` on are still to be multiplied with:
-    /// where there is a slope, they are, and its term is added.
+    /// Returns the factor by which the scores `[keys, 32]` of the keys from `key` on must still be
+    /// multiplied. If there is a slope, this already multiplies them and adds the slope's term.
     #[target_feature(enable = "avx512f")]
     pub fn tilt(&self, key: usize, scores: &mut [f32]) -> f32 {
         let Some(slope) = self.slope else { return self.scale };
@@ -92,15 +93,15 @@ impl<'a> Tile<'a> {
         1.0
     }
 
-    /// Which queries keep each of the four keys from `key` (a multiple of 4) on, under the mask.
+    /// The queries that keep each of the four keys from `key` (a multiple of 4) on, under the mask.
     #[inline(never)]
-    // Within its caller closures like these were called one by one (`map` does not have their
-    // instructions), at four times the cost.
+    // Not inlined: within its caller, closures like these became calls (`map` lacks their
+    // instruction set), at four times the cost.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     pub fn kept(&self, half: usize, key: usize) -> [__mmask16; 4] {
         let Some(mask) = &self.mask else { return [u16::MAX; 4] };
         let [mut k0, mut k1, b, d] = mask.derived;
-        // Words are in the low halves of 64-bit lanes, where the multiplication wants them; the
+        // Words are in the low halves of 64-bit lanes, where the multiplication needs them; the
         // high halves are garbage.
         let wide = |word: u32| _mm512_set1_epi64(i64::from(word));
         let [m0, m1] = MULTIPLIERS.map(wide);
@@ -121,7 +122,7 @@ impl<'a> Tile<'a> {
         }
         let [first, second] = counters;
         let threshold = _mm512_set1_epi32(mask.threshold.cast_signed());
-        // SAFETY: sixteen words are a vector's bits.
+        // SAFETY: sixteen words fill a vector.
         let low = unsafe { _mm512_loadu_epi32(LOW_HALVES.as_ptr()) };
         std::array::from_fn(|i| {
             _mm512_cmpge_epu32_mask(_mm512_permutex2var_epi32(first[i], low, second[i]), threshold)
@@ -129,5 +130,5 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// Where the low halves of sixteen 64-bit numbers are, in two vectors.
+/// Indices of the low halves of sixteen 64-bit numbers in two vectors.
 const LOW_HALVES: [i32; LANES] = [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30];

@@ -1,5 +1,5 @@
-//! What backward's tiles weigh rows by: probabilities, made again of the log-sum-exp, and gradients
-//! of scores.
+//! Weights of rows in backward's tiles: probabilities, recomputed from the log-sum-exp, and
+//! gradients of scores.
 
 use std::arch::x86_64::*;
 
@@ -14,12 +14,12 @@ pub const KEYS: usize = 64;
 /// Queries per tile.
 pub const QUERIES: usize = 128;
 
-/// Where a tile's probabilities and gradients of scores are.
+/// Buffers of a tile's probabilities and gradients of scores.
 pub struct Weights<'a, T> {
     /// `[32 keys, 32 queries]` of a block: scores, and gradients of probabilities.
     pub scores: &'a mut [f32],
     pub dp: &'a mut [f32],
-    /// `[KEYS, QUERIES]`, as `ds`: the (dropped) probabilities, and the gradients of scores.
+    /// `[KEYS, QUERIES]`, like `ds`: the (dropped) probabilities, and the gradients of scores.
     pub p: &'a mut [T],
     pub ds: &'a mut [T],
     /// `[QUERIES / 32][KEYS, 32]`: `ds` as right operands.
@@ -73,8 +73,8 @@ pub unsafe fn add_rows<E: Lanes, const N: usize>(
     }
 }
 
-/// Scores and gradients of probabilities of a block become (dropped) probabilities and gradients of
-/// scores, at `at` (key, query) in the tile; 0 for keys that a query does not see.
+/// Turns scores and gradients of probabilities of a block into (dropped) probabilities and
+/// gradients of scores, at `at` (key, query) in the tile; 0 for keys that a query does not see.
 ///
 /// # Safety
 /// As [`Engine`]'s functions.
@@ -98,7 +98,7 @@ pub unsafe fn harden<K: Engine, const EDGE: bool, const DROP: bool>(
     );
     assert!([&p, &ds, &ds_right].iter().all(|of| of.len() == KEYS * QUERIES));
     assert!(key_at + BLOCK <= KEYS && query_at + BLOCK <= QUERIES);
-    // SAFETY: the lengths and places are as asserted.
+    // SAFETY: the assertions check lengths and places.
     unsafe {
         for half in 0..2 {
             let lse = _mm512_loadu_ps(lse.as_ptr().add(half * LANES));

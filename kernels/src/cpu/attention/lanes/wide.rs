@@ -46,7 +46,7 @@ impl<E: Lanes> Engine for Wide<E> {
             let down = |r: usize| {
                 (Span::new(inner, corner, r), a.from::<Self>(r, 0), (c.0.add(r * c.1), c.1))
             };
-            // Rows of both halves have one span.
+            // Both halves have the same span.
             if matches!(corner, None | Some(Corner::Right)) {
                 for r in [0, 11] {
                     let (span, a, c) = down(r);

@@ -1,4 +1,4 @@
-//! The same bits however a product is cut.
+//! A product has the same bits for every partition.
 
 use ::gemm::Parallelism;
 use half::{bf16, f16};
@@ -28,7 +28,7 @@ fn any_number_of_threads<E: Elem<Acc = f32>>() {
             let alone = example.by(isa, Parallelism::None);
             for threads in [2, 3, 7] {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                // Who waits, and for how long, is different every time.
+                // The thread that waits, and the time it waits, differ every time.
                 for _ in 0..8 {
                     let together = pool.install(|| example.by(isa, Parallelism::Rayon(threads)));
                     let same = alone.iter().zip(&together).all(|(a, b)| a.to_bits() == b.to_bits());
@@ -39,8 +39,8 @@ fn any_number_of_threads<E: Elem<Acc = f32>>() {
     }
 }
 
-/// Products of one block and of several, whose tasks pack panels alone or share them, keep sums of
-/// tasks or of all, read A or pack it.
+/// Products of one block and of several: tasks pack panels alone or share them, keep their own sums
+/// or those of all, read A or pack it.
 #[test]
 fn rows_given_to_threads_that_wait_have_the_same_bits() {
     given_rows::<bf16>();
@@ -87,7 +87,7 @@ fn an_element_is_the_same_however_rows_and_columns_are_cut() {
 }
 
 fn an_element_is_the_same<E: Elem<Acc = f32>>() {
-    // With 1216, and rows that begin with a cache line, AMX reads A where it lies. Of columns of B,
+    // With 1216, and rows that begin with a cache line, AMX reads A in place. For columns of B,
     // panels are packed ahead for few rows and otherwise not (in 16 bits).
     let of_rows = [(67, 150, 1200, Lie::Rows), (67, 150, 1216, Lie::Rows)];
     let of_columns = [(530, 70, 384, Lie::Columns), (530, 70, 1216, Lie::Columns)];
@@ -143,7 +143,7 @@ fn few_rows_have_the_bits_that_they_have_among_many() {
 fn few_rows<E: Elem<Acc = f32>>() {
     for (isa, k) in available().flat_map(|isa| [0, 1, 31, 64, 77, 1030].map(|k| (isa, k))) {
         let (m, n) = (40, 2 * 32 + 21);
-        // Rows of A and columns of B may lie apart.
+        // Rows of A and columns of B may be strided.
         let (a_row, b_column) = (k + 3, k + 5);
         let (a, b) = (numbers::<E>(m * a_row, 1), numbers::<E>(n * b_column, 2));
         let (bias, plus) = (numbers::<E>(n, 3), numbers::<E>(m * n, 4));
@@ -155,8 +155,8 @@ fn few_rows<E: Elem<Acc = f32>>() {
                 false => (Start::Zero, None),
             };
             let dst = Mat(c.as_mut_ptr(), n, 1);
-            // SAFETY: the vectors have what is read and written, and the machine has the
-            // instruction set.
+            // SAFETY: the vectors have all elements that are read and written, and the machine has
+            // the instruction set.
             unsafe { gemm_on::<E, E>(isa, (rows, n, k), dst, start, plus, a, b, 1.0, threads) };
             c.iter().map(|c| c.load().to_bits()).collect::<Vec<_>>()
         };

@@ -1,5 +1,5 @@
-//! Chores beside tiles of any number of rows, of whole strips and panels and of the last, narrower
-//! ones.
+//! Interleaved work during tiles of any number of rows: whole strips and panels, and the last,
+//! narrower ones.
 
 use half::{bf16, f16};
 
@@ -14,14 +14,14 @@ use crate::tensor::simd::Isa;
 /// Room for `n` elements in `memory`, all zeros.
 fn zeros<P: Copy>(memory: &mut Buffer, n: usize) -> *mut P {
     let room = memory.room::<P>(n);
-    // SAFETY: there is room for so many.
+    // SAFETY: there is room for that many.
     unsafe { room.write_bytes(0, n) };
     room
 }
 
-/// Beside tiles of an inner dimension as long as what is packed, and of a longer one; `k`, that of
-/// the tile, is not a multiple of its shares. `lies` say whether rows of the operand are
-/// contiguous.
+/// Checks tiles with an inner dimension as long as the packed part, and with a longer one. `k`, the
+/// tile's inner dimension, is not a multiple of its shares. `lies` lists whether rows of the
+/// operand are contiguous.
 fn check<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, lies: &[bool]) {
     let half = (k / 2).next_multiple_of(K::KQ);
     [k, half].into_iter().for_each(|packed| check_interleaved::<E, K>(packed, k, lies));
@@ -43,7 +43,7 @@ fn check_interleaved<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, li
                     Mat(from.as_ptr(), 1, row)
                 };
                 let want = zeros::<K::Packed>(&mut want, size);
-                // SAFETY: the memory has the sizes that are named.
+                // SAFETY: the memory has these sizes.
                 unsafe {
                     if is_panel {
                         pack_panels::<E, K>(m.t(), width, k, want);
@@ -55,8 +55,8 @@ fn check_interleaved<E: Elem<Acc = f32>, K: Kernel<E>>(k: usize, tile: usize, li
                     let got = zeros::<K::Packed>(&mut got, size);
                     let pack = Pack { from: m, width, k, following: m.0, to: got, is_panel };
                     let next = Next::nothing(std::ptr::null());
-                    // SAFETY: strips and panels have so many zeros, and sums MR rows of NR; packed
-                    // elements have no padding.
+                    // SAFETY: strips and panels have that many zeros, and sums MR rows of NR;
+                    // packed elements have no padding.
                     let [got, want] = unsafe {
                         let (from, to) = ((std::ptr::null(), 0), To::Sums(sums, K::NR));
                         let ahead = Ahead { written: next, added: next, read: next };

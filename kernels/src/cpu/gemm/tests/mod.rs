@@ -1,4 +1,4 @@
-//! Products on every instruction set that this machine has, against sums in f64 of the same
+//! Products on every instruction set of this machine, compared with sums in f64 of the same
 //! operands.
 
 mod bits;
@@ -45,7 +45,7 @@ fn numbers<E: Elem<Acc = f32>>(n: usize, seed: u64) -> Vec<E> {
     std::iter::repeat_with(next).take(n).collect()
 }
 
-/// How the rows of a matrix lie in memory.
+/// Layout of a matrix in memory.
 #[derive(Clone, Copy, Debug)]
 enum Lie {
     Rows,
@@ -71,13 +71,13 @@ fn strides((rows, columns): (usize, usize), lie: Lie) -> (usize, usize) {
     }
 }
 
-const ROOM: usize = 4; // times the elements, and 64 of them: enough for every lie
+const ROOM: usize = 4; // times the elements, plus 64: enough for every layout
 
-/// How a product is asked for: how A, B and C lie, what it starts from ("plus": the bias, and a
-/// matrix is added), its scale.
+/// A variant of a product: the layouts of A, B and C, the start ("plus": the bias, and a matrix is
+/// added), and the scale.
 type Case = ([Lie; 3], &'static str, f32);
 
-/// A product's operands and what it should give.
+/// A product's operands and settings.
 struct Example<E, C> {
     shape: (usize, usize, usize),
     case: Case,
@@ -85,7 +85,7 @@ struct Example<E, C> {
     b: Vec<E>,
     c: Vec<C>,
     bias: Vec<E>,
-    /// Rows of n, [`GAP`] elements between them.
+    /// Rows of n, with [`GAP`] elements between them.
     plus: Vec<C>,
 }
 
@@ -122,7 +122,7 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
             "old" => Start::Old,
             _ => Start::Bias(&self.bias),
         };
-        // SAFETY: the vectors have room for every lie, and the machine has the instruction set.
+        // SAFETY: the vectors have room for every layout, and the machine has the instruction set.
         unsafe {
             gemm_on(
                 isa,
@@ -164,8 +164,8 @@ impl<E: Elem<Acc = f32>, C: Elem<Acc = f32>> Example<E, C> {
     }
 }
 
-/// Half a unit of C in the last place of `exact`, and what k roundings of f32 sums of k terms below
-/// 1 add up to: partial sums are about √k, and independent errors grow as √k.
+/// Half a unit of C in the last place of `exact`, plus the accumulated rounding errors of k f32
+/// additions of terms below 1: partial sums are about √k, and independent errors grow as √k.
 fn allowed<C: Elem>(k: usize, exact: f64) -> f64 {
     let unit = match C::DTYPE {
         DType::BF16 => 2f64.powi(-8),
@@ -227,15 +227,15 @@ fn f16_is_exact_but_for_rounding_and_leaves_gaps_alone() {
     check::<f16, f32>();
 }
 
-/// A copy of `values` behind which lies memory that must not be read.
+/// A copy of `values` that is followed by memory that must not be read.
 #[cfg(target_os = "linux")]
 fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
     let bytes = size_of_val(values);
-    // SAFETY: a length the system gives.
+    // SAFETY: only asks for the page size.
     let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
     let room = bytes.next_multiple_of(page);
-    // SAFETY: new memory, of which the last page is taken back and the values end where it begins.
-    // It is never given back.
+    // SAFETY: new memory. Its last page is unmapped, and the values end where that page begins. The
+    // memory is never freed.
     unsafe {
         let (access, kind) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
@@ -248,7 +248,7 @@ fn guarded<E: Elem>(values: &[E]) -> &'static [E] {
     }
 }
 
-/// Operands that end where memory ends: who reads behind them ends the test with a signal.
+/// Operands end where readable memory ends: a read beyond them ends the test with a signal.
 #[cfg(target_os = "linux")]
 #[test]
 fn nothing_behind_an_operand_is_read() {
@@ -262,7 +262,7 @@ fn nothing_behind_an_operand_is_read() {
                     let mut c = vec![0f32; m * n];
                     let (a, b, dst) =
                         (mat(a, (m, k), lie_a), mat(b, (k, n), lie_b), Mat(c.as_mut_ptr(), n, 1));
-                    // SAFETY: the vectors have the shapes.
+                    // SAFETY: the vectors have these shapes.
                     unsafe {
                         gemm_on::<E, f32>(
                             isa,
@@ -285,8 +285,8 @@ fn nothing_behind_an_operand_is_read() {
     read::<f16>();
 }
 
-/// In 16 bits and with so many rows panels are packed ahead of B's that are larger than caches
-/// only.
+/// In 16 bits and with this many rows, panels are packed ahead only for a B that is larger than the
+/// caches.
 #[test]
 fn large_panels_packed_ahead_are_exact_but_for_rounding() {
     let shape = (520, 2100, 1000);

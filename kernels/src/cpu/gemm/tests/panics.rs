@@ -1,4 +1,4 @@
-//! A thread that panics within a product.
+//! A thread panics within a product.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -65,7 +65,8 @@ impl Kernel<f32> for Panicking {
     }
 }
 
-/// The other thread waits for that task for ever, so the process has to end; it is one of its own.
+/// The other thread waits for this task for ever, so the process has to end. The test therefore
+/// starts a separate process.
 #[test]
 fn a_thread_that_panics_leaves_nobody_waiting() {
     const CHILD: &str = "KERNELS_TEST_PANICS";

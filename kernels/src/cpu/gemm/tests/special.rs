@@ -18,7 +18,7 @@ fn product<E: Elem<Acc = f32>>(
     assert!(a.len() == m * k && b.len() == k * n);
     let mut c = vec![7f32; m * n];
     let (a, b, dst) = (Mat(a.as_ptr(), k, 1), Mat(b.as_ptr(), n, 1), Mat(c.as_mut_ptr(), n, 1));
-    // SAFETY: the vectors have the shapes.
+    // SAFETY: the vectors have these shapes.
     unsafe {
         gemm_on::<E, f32>(isa, (m, n, k), dst, Start::Zero, None, a, b, 1.0, Parallelism::None)
     };
@@ -60,7 +60,7 @@ fn subnormal_operands_count_or_are_zero() {
 
         let one = |x: f32| product(isa, (1, 1, 1), &[x], &[1.0])[0];
         assert_eq!(one(f32::MIN_POSITIVE), f32::MIN_POSITIVE, "{isa:?}");
-        // All bits of which count: parts are normal down to here.
+        // A number with all bits set: its parts are normal down to this size.
         let normal = f32::from_bits(2f32.powi(-103).to_bits() | 0x7f_ffff);
         assert_eq!(one(normal), normal, "{isa:?}");
         let (smallest, small) = (f32::from_bits(1), normal / 4.0);
@@ -76,7 +76,7 @@ fn subnormal_operands_count_or_are_zero() {
             assert_eq!((one(smallest), one(small)), (smallest, small), "{isa:?}");
         }
 
-        // As f32, and as bf16, all f16 are normal.
+        // Every f16 is normal as f32, and as bf16.
         assert_eq!(
             product(isa, (1, 1, 1), &[f16::from_bits(1)], &[f16::ONE]),
             [2f32.powi(-24)],
@@ -85,7 +85,7 @@ fn subnormal_operands_count_or_are_zero() {
     }
 }
 
-/// The outputs of GELU reach down to the smallest numbers, beside ordinary ones.
+/// The outputs of GELU include the smallest numbers next to ordinary ones.
 #[test]
 fn tiny_operands_do_not_reach_their_neighbours() {
     let (m, n, k) = (34, 45, 70);
@@ -113,7 +113,7 @@ fn tiny_operands_do_not_reach_their_neighbours() {
                 if lie & 2 == 0 { Mat(b.as_ptr(), n, 1) } else { Mat(b_turned.as_ptr(), 1, k) };
             let mut c = vec![7f32; m * n];
             let to = Mat(c.as_mut_ptr(), n, 1);
-            // SAFETY: the vectors have the shapes.
+            // SAFETY: the vectors have these shapes.
             unsafe {
                 gemm_on::<f32, f32>(
                     isa,
@@ -138,8 +138,7 @@ fn tiny_operands_do_not_reach_their_neighbours() {
     }
 }
 
-/// Relative to the sum of the terms' magnitudes: the root of the mean square, and the largest
-/// error.
+/// Errors relative to the sum of the terms' magnitudes: the root mean square, and the largest.
 fn errors(isa: Isa, (m, n, k): (usize, usize, usize), a: &[f32], b: &[f32]) -> (f64, f64) {
     let (mut squares, mut most) = (0f64, 0f64);
     for (i, &got) in product(isa, (m, n, k), a, b).iter().enumerate() {
@@ -152,7 +151,7 @@ fn errors(isa: Isa, (m, n, k): (usize, usize, usize), a: &[f32], b: &[f32]) -> (
     ((squares / (m * n) as f64).sqrt(), most)
 }
 
-/// Numbers whose sizes are spread over `2^-spread .. 2^spread`.
+/// Numbers with magnitudes spread over `2^-spread .. 2^spread`.
 fn spread(n: usize, seed: u64, spread: f32) -> Vec<f32> {
     let exponents = numbers::<f32>(n, seed + 100);
     numbers::<f32>(n, seed).iter().zip(exponents).map(|(x, e)| x * (e * spread).exp2()).collect()
@@ -175,7 +174,7 @@ fn sums_of_f32_by_amx_are_as_close_to_the_exact_ones_as_those_by_fma() {
                 (amx.0 / unit, amx.1 / unit)
             );
             println!("{what}");
-            // A single product is rounded once by FMA, and the sum of its parts several times.
+            // FMA rounds a single product once; the sum of its parts is rounded several times.
             let allowed =
                 if k == 1 { (2.0 * unit, 4.0 * unit) } else { (1.1 * fma.0, 1.5 * fma.1) };
             assert!(amx.0 <= allowed.0 && amx.1 <= allowed.1, "{what}");

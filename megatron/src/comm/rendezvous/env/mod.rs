@@ -1,8 +1,8 @@
-//! A rank's place in the world from the variables that launchers set.
+//! Derives a rank's place in the world from the variables of launchers.
 //!
-//! `torchrun`'s names (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-//! MASTER_ADDR, MASTER_PORT; and those of Open MPI's `mpirun`, of MPICH's and Intel MPI's (hydra),
-//! and of Slurm's `srun` (`slurm`), where MASTER_ADDR and MASTER_PORT have defaults.
+//! Supported are `torchrun` (PyTorch Elastic): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+//! MASTER_ADDR, MASTER_PORT; Open MPI's `mpirun`; MPICH and Intel MPI (hydra); and Slurm's `srun`
+//! (`slurm`). For the last three, MASTER_ADDR and MASTER_PORT have defaults.
 
 mod slurm;
 
@@ -12,14 +12,14 @@ use super::{RankInfo, Rendezvous};
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// Gives a variable's value by its name.
+/// Returns a variable's value by its name.
 trait Lookup: Fn(&str) -> Option<String> {}
 impl<F: Fn(&str) -> Option<String>> Lookup for F {}
 
 /// torchrun's port.
 const DEFAULT_PORT: usize = 29_500;
 
-/// The variables that told a rank its place, by which messages call its numbers.
+/// The names of the variables that gave a rank its place; messages use these names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variables {
     /// For [`RankInfo::rank`].
@@ -54,7 +54,7 @@ impl Variables {
     };
 }
 
-/// Who started this process as a rank.
+/// The launcher that started this process as a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Launcher {
     Torchrun,
@@ -64,10 +64,10 @@ enum Launcher {
 }
 
 impl Launcher {
-    /// The one nearest to this process. `mpirun` starts its helpers by `srun` in a Slurm job, one
-    /// on each node, and ranks inherit what Slurm told those; the other way round, `srun` (with
-    /// MpiDefault=pmi2) tells its own tasks PMI_RANK, too, shells among them, but nothing of MPI's
-    /// local ranks.
+    /// The innermost launcher of this process. In a Slurm job `mpirun` starts one helper per node
+    /// with `srun`, and ranks inherit the helpers' Slurm variables. Conversely, `srun` (with
+    /// MpiDefault=pmi2) sets PMI_RANK for its own tasks, shells among them, but no MPI variables
+    /// for local ranks.
     fn found(lookup: &impl Lookup) -> Option<Self> {
         let is_set = |name| lookup(name).is_some();
         if is_set("RANK") {
@@ -97,7 +97,7 @@ impl Launcher {
         }
     }
 
-    /// What it is called, and the variable without which this process is no rank of it.
+    /// The launcher's name, and the variable that every one of its ranks has.
     fn known_by(self) -> (&'static str, &'static str) {
         match self {
             Self::Torchrun => ("torchrun", "RANK"),
@@ -122,13 +122,14 @@ fn required(lookup: &impl Lookup, launcher: Launcher, name: &str) -> Result<Stri
     })
 }
 
-/// WORLD_SIZE, where it says that there are ranks and nothing says which of them this process is.
+/// The value of WORLD_SIZE, if it announces several ranks and no variable gives this process's
+/// rank.
 fn world_without_rank(lookup: &impl Lookup) -> Option<String> {
     let size = lookup("WORLD_SIZE").filter(|size| size.trim() != "1")?;
     Launcher::found(lookup).is_none().then_some(size)
 }
 
-/// What to tell where WORLD_SIZE is set and means nothing.
+/// The message for a WORLD_SIZE that has no effect.
 pub fn ignored_world(lookup: impl Fn(&str) -> Option<String>) -> Option<String> {
     let size = world_without_rank(&lookup)?;
     Some(format!(
@@ -138,15 +139,16 @@ pub fn ignored_world(lookup: impl Fn(&str) -> Option<String>) -> Option<String> 
 }
 
 impl RankInfo {
-    /// This process's place in the world; `None` if no launcher made it a rank. `lookup` is given a
-    /// variable's name.
+    /// This process's place in the world; `None` if no launcher made it a rank. `lookup` returns a
+    /// variable's value by name.
     ///
     /// # Errors
-    /// If variables are missing, no numbers, or contradict each other; the message names each with
-    /// its value.
+    /// If variables are missing, not numbers, or contradictory; the message names each with its
+    /// value.
     pub fn from_env(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         if let (Some(size), Some(address)) = (world_without_rank(&lookup), lookup("MASTER_ADDR")) {
-            // Each of many such processes would begin the whole run, and all save into one folder.
+            // Each of many such processes would start the whole run, and all would save to one
+            // folder.
             return Err(Error::config(format!(
                 "WORLD_SIZE={size} and MASTER_ADDR={address} are set but RANK is not; a launcher sets all of them (see torchrun). Set RANK, or \
                  unset WORLD_SIZE to start the ranks here"
@@ -184,7 +186,7 @@ impl RankInfo {
     }
 }
 
-/// `host` as the resolver takes it: an IPv6 address without the brackets that set it off from a
+/// `host` in the form of the resolver: an IPv6 address without the brackets that separate it from a
 /// port.
 fn bare(host: &str) -> String {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host).into()
@@ -208,13 +210,15 @@ fn no_address(info: &RankInfo, launcher: Launcher) -> Error {
 }
 
 impl Rendezvous {
-    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store; the next port where torchrun's own
-    /// agent has taken that one (TORCHELASTIC_USE_AGENT_STORE). MPI and Slurm set neither: the
-    /// address is then this machine where all ranks are on it, and else the first node of a Slurm
-    /// step; the port is 29500, and 15000 + the last four digits of the number of a Slurm job.
+    /// MASTER_ADDR:MASTER_PORT, where rank 0 serves the store. If torchrun's own agent uses that
+    /// port (TORCHELASTIC_USE_AGENT_STORE), the next port.
+    ///
+    /// MPI and Slurm set neither variable. The default address is this machine if all ranks are on
+    /// it, else the first node of a Slurm step. The default port is 29500. In a Slurm job it is
+    /// 15000 plus the last four digits of the job's number.
     ///
     /// # Errors
-    /// If a variable is missing that has no default, or is no port.
+    /// If a variable without a default is missing, or the port is not a port number.
     pub fn from_env(info: &RankInfo, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let launcher = Launcher::found(&lookup).unwrap_or(Launcher::Torchrun);
         let host = match (lookup("MASTER_ADDR"), launcher) {
@@ -247,13 +251,13 @@ impl Rendezvous {
         Ok(Self::Tcp { host, port, is_host: info.rank == 0 })
     }
 
-    /// `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, a folder that all ranks
-    /// share, from the root on.
+    /// Parses `tcp://HOST:PORT`, where rank 0 serves the store, or `file:///DIR`, the absolute path
+    /// of a folder that all ranks share.
     ///
     /// # Errors
     /// If `url` is neither.
     pub fn from_url(rank: usize, url: &str) -> Result<Self> {
-        // Ranks may have been started in different folders.
+        // Ranks may have different working directories.
         if let Some(dir) = url.strip_prefix("file://").filter(|dir| Path::new(dir).is_absolute()) {
             return Ok(Self::File { dir: dir.into() });
         }

@@ -1,22 +1,23 @@
 //! The variables of a Slurm job step (srun(1), "OUTPUT ENVIRONMENT VARIABLES").
 //!
-//! A process may have Slurm's variables without being one of several ranks: the shell of `salloc`,
-//! the script of `sbatch`, an interactive step and whatever is started in them know the
-//! allocation's numbers (SLURM_NTASKS=8, SLURM_PROCID=0) but are one process. A rank is who has
+//! A process may have Slurm's variables without being one of several ranks. The shell of `salloc`,
+//! the script of `sbatch`, an interactive step, and their child processes have the allocation's
+//! numbers (SLURM_NTASKS=8, SLURM_PROCID=0) but are one process. A process is a rank if it has
+//! both:
 //!
-//! - SLURM_STEP_ID, which `srun` sets for its tasks and `salloc` and `sbatch` do not, of a step
-//!   that is none of Slurm's own: those have the highest numbers (slurm.h: 0xfffffffa for an
-//!   interactive step, 0xfffffffb for a batch script, …); and
-//! - more than one task in that step. A step of one, such as `srun --pty bash`, is a shell or a
-//!   program that may start its own ranks, or be the only one.
+//! - SLURM_STEP_ID, which `srun` sets for its tasks and `salloc` and `sbatch` do not, with the
+//!   number of a regular step. Slurm's own steps have the highest numbers (slurm.h: 0xfffffffa for
+//!   an interactive step, 0xfffffffb for a batch script, …).
+//! - More than one task in that step. The only task of a step, such as `srun --pty bash`, is a
+//!   shell, or a program that may start its own ranks or be the only rank.
 //!
-//! Names of jobs (`bash`, `interactive`), which PyTorch Lightning looks at, tell less: tasks
-//! inherit them from the allocation.
+//! PyTorch Lightning checks the job's name (`bash`, `interactive`). That is less reliable, because
+//! tasks inherit it from the allocation.
 
 use super::{Lookup, number};
 use crate::{Error, Result};
 
-/// Steps from here on are Slurm's own.
+/// Steps with at least this number are Slurm's own.
 const FIRST_RESERVED_STEP: u32 = 0xffff_fff0;
 
 /// Whether this process is one of several tasks of a step.
@@ -28,21 +29,22 @@ pub fn is_task(lookup: &impl Lookup) -> bool {
         && lookup(tasks_variable(lookup)).is_none_or(|tasks| tasks.trim() != "1")
 }
 
-/// The variable with the number of tasks. That of the step is right, too, where `--preserve-env`
-/// keeps the allocation's in the other.
+/// The variable with the number of tasks. The step's variable is right even if `--preserve-env`
+/// keeps the allocation's value in the other one.
 pub fn tasks_variable(lookup: &impl Lookup) -> &'static str {
     first(lookup, &["SLURM_STEP_NUM_TASKS"]).map_or("SLURM_NTASKS", |(name, _)| name)
 }
 
-/// The variable with the numbers of tasks on each node.
+/// The variable with the number of tasks on each node.
 pub fn tasks_per_node_variable(lookup: &impl Lookup) -> &'static str {
     first(lookup, &["SLURM_STEP_TASKS_PER_NODE"]).map_or("SLURM_TASKS_PER_NODE", |(name, _)| name)
 }
 
-/// Tasks on this node, where Slurm tells both the numbers on each and which of them this is.
+/// Number of tasks on this node, if Slurm gives both the numbers of all nodes and this node's
+/// index.
 ///
 /// # Errors
-/// If they are no such numbers.
+/// If the values are not such numbers.
 pub fn tasks_here(lookup: &impl Lookup) -> Result<Option<usize>> {
     let name = tasks_per_node_variable(lookup);
     let (Some(list), Some(node)) = (lookup(name), lookup("SLURM_NODEID")) else { return Ok(None) };
@@ -64,7 +66,7 @@ pub fn tasks_here(lookup: &impl Lookup) -> Result<Option<usize>> {
     )))
 }
 
-/// `4(x2),3` as [(4, 2), (3, 1)]: tasks, and nodes with as many.
+/// Parses `4(x2),3` as [(4, 2), (3, 1)]: a number of tasks, and how many nodes have it.
 fn parse_tasks(list: &str) -> Option<Vec<(usize, usize)>> {
     let run = |run: &str| match run.trim().split_once("(x") {
         Some((tasks, nodes)) => Some((tasks.parse().ok()?, nodes.strip_suffix(')')?.parse().ok()?)),
@@ -73,11 +75,10 @@ fn parse_tasks(list: &str) -> Option<Vec<(usize, usize)>> {
     list.split(',').map(run).collect()
 }
 
-/// The step's first node, where Slurm puts task 0 (unless told otherwise by
-/// `--distribution=arbitrary`), and the variable that names it.
+/// The step's first node, on which Slurm puts task 0 (except with `--distribution=arbitrary`).
 ///
 /// # Errors
-/// If there is no such variable, or it holds no list of nodes.
+/// If no variable lists the nodes, or the variable does not hold a list of nodes.
 pub fn first_node(lookup: &impl Lookup) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) = first(lookup, &names) else {
@@ -94,8 +95,8 @@ pub fn first_node(lookup: &impl Lookup) -> Result<String> {
     })
 }
 
-/// The first name of a list such as `node[01-03,7],gpu-a[1-2]b`: of every pair of brackets what
-/// comes first in it.
+/// The first name of a list such as `node[01-03,7],gpu-a[1-2]b`: every pair of brackets is replaced
+/// by the first value in it.
 fn first_of(list: &str) -> Option<String> {
     let mut name = String::new();
     let mut rest = list.trim();
@@ -118,11 +119,11 @@ fn first_of(list: &str) -> Option<String> {
     }
 }
 
-/// 15000 + the job's number modulo 10000, so that jobs that share a machine meet apart; as PyTorch
-/// Lightning has it.
+/// 15000 + the job's number modulo 10000, so that jobs on the same machine use different ports.
+/// PyTorch Lightning uses the same rule.
 ///
 /// # Errors
-/// If the job's number is none.
+/// If the job's number is not a number.
 pub fn port(lookup: &impl Lookup) -> Result<Option<usize>> {
     let job = first(lookup, &["SLURM_JOB_ID", "SLURM_JOBID"]);
     job.map(|(name, id)| Ok(15_000 + number(name, &id)? % 10_000)).transpose()

@@ -1,4 +1,4 @@
-//! What processes of each launcher are told, and what they make of it.
+//! The variables of processes under each launcher, and the resulting places.
 
 use super::*;
 
@@ -33,7 +33,8 @@ fn of(
     })
 }
 
-/// Task 5 of `srun -n 7` over three nodes, amid what `sbatch -n 9` says of its allocation.
+/// Task 5 of `srun -n 7` over three nodes, together with the allocation's variables of
+/// `sbatch -n 9`.
 const SLURM: [(&str, &str); 10] = [
     ("SLURM_JOB_ID", "1234567"),
     ("SLURM_JOB_NAME", "interactive"),
@@ -217,7 +218,8 @@ fn the_variables_of_torchrun_are_understood() {
 
 #[test]
 fn ranks_are_on_one_host_only_if_a_launcher_says_so() {
-    // Kubeflow's PyTorchJob says nothing of hosts, and tells rank 0 that MASTER_ADDR is localhost.
+    // Kubeflow's PyTorchJob gives no information about hosts, and tells rank 0 that MASTER_ADDR is
+    // localhost.
     for (local, one_host) in [("8", true), ("4", false), ("", false)] {
         let (info, _) = parse(&[("LOCAL_WORLD_SIZE", local)]).unwrap().unwrap();
         assert_eq!(info.one_host(), one_host, "LOCAL_WORLD_SIZE={local}");
@@ -251,7 +253,7 @@ fn a_world_size_without_a_rank_is_told_or_refused_where_others_may_be_told_the_s
         refusal.contains("WORLD_SIZE=8 and MASTER_ADDR=a are set but RANK is not"),
         "{refusal}"
     );
-    // A world of one is what this is; MPI's and Slurm's ranks, and torchrun's, have their numbers.
+    // A world of one needs no rank. Ranks of MPI, Slurm and torchrun have their numbers.
     assert_eq!(told(&[("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")]).unwrap(), (false, None));
     assert_eq!(told(&[]).unwrap(), (false, None));
     for variables in [&TORCHRUN[..], &HYDRA] {
