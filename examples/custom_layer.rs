@@ -109,7 +109,7 @@ fn main() -> Result<()> {
             tensor_model_parallel_size: 2,
             pipeline_model_parallel_size: 2,
             sequence_parallel: true,
-            use_distributed_optimizer: true,
+            zero_stage: 1,
             ..Default::default()
         },
         ..alone

@@ -77,7 +77,7 @@ fn main() -> Result<()> {
             virtual_pipeline_size: 2,
             schedule: ScheduleKind::Interleaved,
             sequence_parallel: true,
-            use_distributed_optimizer: true,
+            zero_stage: 1,
             ..Default::default()
         },
         ..alone.clone()

@@ -92,7 +92,7 @@ fn delayed_weight_gradients_with_zero_1_and_overlap() {
         for (schedule, cut) in under_all_schedules(&plain, 2) {
             for (zero, bucket_size) in [(false, 1000), (true, 1000), (true, 1)] {
                 let mut cut = delayed(cut.clone());
-                cut.parallel.use_distributed_optimizer = zero;
+                cut.parallel.zero_stage = zero.into();
                 cut.parallel.bucket_size = bucket_size;
                 cut.parallel.overlap_grad_reduce = true;
                 same_bits(
@@ -205,7 +205,7 @@ fn context_parallelism_with_all_that_changes_no_bit() {
             }
             for (zero, bucket_size) in [(true, 40_000_000), (true, 1), (false, 1000)] {
                 let mut sharded = plain.clone();
-                sharded.parallel.use_distributed_optimizer = zero;
+                sharded.parallel.zero_stage = zero.into();
                 sharded.parallel.overlap_grad_reduce = bucket_size < 40_000_000;
                 sharded.parallel.bucket_size = bucket_size;
                 changed.push((format!("zero {zero} bucket {bucket_size}"), sharded));
@@ -213,7 +213,7 @@ fn context_parallelism_with_all_that_changes_no_bit() {
             let mut narrow = plain.clone();
             narrow.training.precision = Precision::Bf16;
             let mut sharded = narrow.clone();
-            sharded.parallel.use_distributed_optimizer = true;
+            sharded.parallel.zero_stage = 1;
             same_bits(&format!("{name} dp {dp} cp {cp} tp {tp} bf16 zero"), &sharded, &narrow);
             for (change, config) in changed {
                 let what = format!("{name} dp {dp} cp {cp} tp {tp} {change}");
@@ -360,7 +360,7 @@ fn zero_1_bucket_size_and_overlap() {
                 (true, 1, true),
             ] {
                 let mut changed = plain.clone();
-                changed.parallel.use_distributed_optimizer = zero;
+                changed.parallel.zero_stage = zero.into();
                 changed.parallel.bucket_size = bucket_size;
                 changed.parallel.overlap_grad_reduce = overlap;
                 let what = format!(
@@ -372,13 +372,60 @@ fn zero_1_bucket_size_and_overlap() {
     });
 }
 
+/// Sums over replicas have one order in all stages, as long as a step has one microbatch.
+#[test]
+fn zero_stages_at_one_microbatch() {
+    for_both(|name, plain| {
+        for (dp, cp, tp, pp) in
+            [(2, 1, 1, 1), (4, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (1, 2, 1, 1), (2, 2, 2, 1)]
+        {
+            let mut plain = context(layout(plain.clone(), dp, tp, pp), cp);
+            plain.training.global_batch_size = dp * plain.training.micro_batch_size;
+            plain.parallel.sequence_parallel = tp > 1;
+            for (precision, recompute) in [
+                (Precision::Fp32, Recompute::None),
+                (
+                    Precision::Bf16,
+                    Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 3 },
+                ),
+            ] {
+                let mut plain = plain.clone();
+                (plain.training.precision, plain.training.recompute) = (precision, recompute);
+                let expected = train(&plain, STEPS).unwrap();
+                for (stage, overlap, reshards) in [
+                    (1, true, true),
+                    (2, false, true),
+                    (2, true, true),
+                    (3, true, true),
+                    (3, false, false),
+                ] {
+                    let mut sharded = plain.clone();
+                    let p = &mut sharded.parallel;
+                    p.zero_stage = stage;
+                    p.overlap_grad_reduce = overlap;
+                    p.zero_reshard_after_forward = reshards;
+                    let what = format!(
+                        "{name} {precision} {dp}·{cp}·{tp}·{pp} stage {stage} overlap {overlap}"
+                    );
+                    let run = if overlap {
+                        train_overlapping(&sharded, STEPS)
+                    } else {
+                        train(&sharded, STEPS)
+                    };
+                    assert_same_runs(&what, &run.unwrap(), &expected);
+                }
+            }
+        }
+    });
+}
+
 /// Size of a rank's master weights for 16-bit weights: a share of dp · cp.
 #[test]
 fn zero_1_cuts_masters_over_every_replica() {
     let masters = |zero: bool| {
         let mut config = context(layout(tiny(Style::Llama, 0.0), 2, 1, 1), 2);
         config.training.precision = Precision::Bf16;
-        config.parallel.use_distributed_optimizer = zero;
+        config.parallel.zero_stage = zero.into();
         let data =
             sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let ranks = on_ranks_with(4, CommOptions::default(), |world| {

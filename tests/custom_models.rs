@@ -76,7 +76,7 @@ struct Bias(ParamId);
 
 impl Layer for Bias {
     fn forward(&self, x: Stream, ctx: &Ctx) -> Result<(Stream, Saved)> {
-        Ok((Stream(x.0.broadcast_add(ctx.weight(self.0))?), Saved::new(())))
+        Ok((Stream(x.0.broadcast_add(&ctx.weight(self.0)?)?), Saved::new(())))
     }
 
     fn backward(&self, dy: Stream, _: Saved, ctx: &Ctx) -> Result<Stream> {
@@ -223,7 +223,7 @@ fn sequence_parallel(mut config: RunConfig) -> RunConfig {
 }
 
 fn zero_1(mut config: RunConfig) -> RunConfig {
-    config.parallel.use_distributed_optimizer = true;
+    config.parallel.zero_stage = 1;
     config.parallel.overlap_grad_reduce = true;
     config
 }

@@ -212,7 +212,7 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let want = train(&one, Some(Order::Forward));
     for (dp, cp, tp, pp) in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)] {
         let mut config = context(layout(one.clone(), dp, tp, pp), cp);
-        config.parallel.use_distributed_optimizer = dp > 1;
+        config.parallel.zero_stage = (dp > 1).into();
         config.parallel.sequence_parallel = tp > 1;
         let got = train(&config, Some(Order::Forward));
         for (got, want) in got.iter().zip(&want) {

@@ -153,7 +153,7 @@ fn a_model_trained_under_tp_pp_and_zero_exports_with_the_logits_it_has() {
         let dir = tempfile::tempdir().unwrap();
         let (tokens, before) = expected(name);
         let mut config = run(&family(name), tokens.len(), (2, 2, 2));
-        config.parallel.use_distributed_optimizer = true;
+        config.parallel.zero_stage = 1;
         let data = sources(Tokens::synthetic(config.model.vocab_size as u32, tokens.len()));
         let model = HfModel::open(&family(name)).unwrap();
         let save = dir.path().join("checkpoint");

@@ -9,6 +9,7 @@ use megatron::data_parallel::GradientReducer;
 use megatron::params::{ParamStore, Role};
 use megatron::pipeline::{GradientListener, forward_only, generate};
 use megatron::tensor_parallel::Phase;
+use megatron::topology::ReplicaGroups;
 use megatron::train::Trainer;
 use std::sync::Arc;
 use system_tests::{Style, Tokens, context, interleave, layout, on_ranks, sources, tiny, trainer};
@@ -75,9 +76,8 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             groups.embedding.clone().filter(|_| !config.model.untie_embeddings_and_output_weights);
         let mut reducer = GradientReducer::new(
             groups.tp.clone(),
-            groups.replicas.clone(),
+            ReplicaGroups::whole(groups.replicas.clone()),
             embedding,
-            false,
             true,
         );
         let factor = 1.0 / (t.global_batch_size * config.model.seq_length) as f64;
@@ -91,7 +91,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
         let mut moves = Vec::new();
         for (id, param) in stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_)))
         {
-            let shape = param.weight.dims().to_vec();
+            let shape = param.shape.clone();
             let mut direction = vec![0f64; param.numel];
             for piece in &param.pieces {
                 for (n, flat) in piece.flat.clone().enumerate() {
@@ -119,7 +119,7 @@ fn check_with(config: RunConfig, ends: Option<DocumentEnds>) {
             }
             let direction =
                 candle_core::Tensor::from_vec(direction, shape, &candle_core::Device::Cpu)?;
-            moves.push((param.weight.clone(), direction));
+            moves.push((stage.params.weight(id)?, direction));
         }
         let along = candle_core::Tensor::from_vec(vec![along], 1, &candle_core::Device::Cpu)?;
         groups.world.all_reduce(&along, megatron::comm::ReduceOp::Sum)?.wait()?;

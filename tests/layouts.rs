@@ -3,7 +3,8 @@
 
 use megatron::Result;
 use megatron::config::{
-    LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+    LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute,
+    RecomputeMethod, RunConfig,
 };
 use megatron::params::StateKind;
 use megatron::train::{Footprint, Sources};
@@ -101,6 +102,59 @@ fn llama_style_with_dropout() {
     every_layout_follows_the_single_process(Style::Llama, 0.1);
 }
 
+/// Several microbatches are reduced one by one under ZeRO-2 and 3, and copies of shards are summed
+/// after the shards: sums have another order than under ZeRO-1.
+#[test]
+fn zero_stages_and_hybrid_sharding_follow_zero_1() {
+    for (index, (dp, cp, tp, pp)) in [
+        (2, 1, 1, 1),
+        (4, 1, 1, 1),
+        (2, 1, 2, 1),
+        (2, 1, 1, 2),
+        (4, 1, 2, 1),
+        (2, 2, 1, 1),
+        (1, 4, 1, 1),
+        (2, 1, 2, 2),
+        (2, 2, 1, 2),
+        (2, 1, 1, 4),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for style in [Style::Gpt2, Style::Llama] {
+            let mut first = context(layout(tiny(style, 0.1), dp, tp, pp), cp);
+            // Four microbatches.
+            first.training.global_batch_size = 4 * dp;
+            first.parallel.sequence_parallel = tp > 1;
+            first.parallel.zero_stage = 1;
+            if pp > 1 && index % 2 == 1 {
+                first = interleave(first, 2);
+                first.parallel.delay_wgrad_compute = true;
+            }
+            if index % 3 == 0 {
+                first.training.recompute =
+                    Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 };
+            }
+            let expected = train(&first, STEPS).unwrap();
+            let copies = if dp * cp == 4 { 2 } else { 1 };
+            for (stage, copies) in [(2, 1), (3, 1), (1, copies), (2, copies), (3, copies)] {
+                let mut config = first.clone();
+                config.parallel.zero_stage = stage;
+                config.parallel.num_distributed_optimizer_instances = copies;
+                config.parallel.zero_reshard_after_forward = copies == 1;
+                config.parallel.overlap_grad_reduce = stage == 2;
+                let run = train(&config, STEPS).unwrap();
+                let what = format!("{style:?} {dp}·{cp}·{tp}·{pp} stage {stage} × {copies}");
+                assert!(run.initial == expected.initial, "{what}: initial weights differ");
+                let loss = largest_relative_difference(&run.losses, &expected.losses);
+                let norm = largest_relative_difference(&run.grad_norms, &expected.grad_norms);
+                println!("{what}: losses within {loss:.1e}, norms within {norm:.1e}");
+                assert!(loss <= 1e-6 && norm <= 1e-5, "{what}: losses {loss:e}, norms {norm:e}");
+            }
+        }
+    }
+}
+
 /// Bytes of weights, gradients, master weights and moments of each rank, before training.
 fn held(config: &RunConfig) -> Vec<(usize, [f64; 4])> {
     let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
@@ -125,7 +179,11 @@ fn ranks_hold_what_was_counted_before() {
         for (dp, cp, tp, pp) in [(1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 2), (1, 1, 2, 4)] {
             let mut config = context(layout(tiny(style, 0.0), dp, tp, pp), cp);
             config.training.precision = precision;
-            config.parallel.use_distributed_optimizer = dp * cp > 1;
+            config.parallel.zero_stage = match precision {
+                Precision::Fp32 => 1,
+                Precision::Fp64 => 2,
+                _ => 3,
+            };
             config.parallel.bucket_size = 3000;
             if pp == 4 {
                 config.parallel.partition =
@@ -202,7 +260,7 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
             ] {
                 let mut config = context(layout(config.clone(), dp, tp, pp), cp);
                 config.training.precision = precision;
-                config.parallel.use_distributed_optimizer = sharded;
+                config.parallel.zero_stage = sharded.into();
                 config.parallel.sequence_parallel = tp > 1;
                 if file_backed {
                     config.optimizer.offload = OptimizerOffload::Nvme(folder.path().into());

@@ -76,7 +76,7 @@ fn every_layout_rounds_alike() {
             [(4, 1, 1, true), (1, 2, 1, false), (1, 4, 1, false), (2, 2, 2, true)]
         {
             let mut config = layout(plain.clone(), dp, tp, pp);
-            config.parallel.use_distributed_optimizer = zero;
+            config.parallel.zero_stage = zero.into();
             let run = train(&config, STEPS).unwrap();
             let what = format!("{style:?} {dp}·{tp}·{pp} zero {zero}");
             let difference = largest_relative_difference(&run.losses, &alone.losses);
@@ -104,7 +104,7 @@ fn pipelines_zero_1_buckets_and_recompute_change_no_bit() {
             {
                 let mut cut = layout(plain.clone(), dp, tp, 2);
                 cut.parallel.schedule = ScheduleKind::Gpipe;
-                cut.parallel.use_distributed_optimizer = zero;
+                cut.parallel.zero_stage = zero.into();
                 cut.parallel.bucket_size = bucket_size;
                 cut.parallel.overlap_grad_reduce = overlap;
                 variants.push(cut);
@@ -122,7 +122,7 @@ fn pipelines_zero_1_buckets_and_recompute_change_no_bit() {
 fn a_run_continues_bitwise_and_with_moments_in_another_dtype() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = layout(model(Style::Llama, Precision::Bf16), 2, 1, 2);
-    config.parallel.use_distributed_optimizer = true;
+    config.parallel.zero_stage = 1;
     let uninterrupted = train(&config, 12).unwrap();
     let path = save_after(&config, 6, dir.path());
     let resumed = train_from(&config, Some(&path), 6).unwrap();

@@ -47,7 +47,7 @@ fn state_in_files_changes_no_bit() {
             [(1, 1, 1, false), (2, 1, 1, true), (2, 2, 2, true), (1, 2, 1, false)]
         {
             let mut config = layout(plain.clone(), dp, tp, pp);
-            config.parallel.use_distributed_optimizer = zero;
+            config.parallel.zero_stage = zero.into();
             let what =
                 format!("{} {:?} {dp}·{tp}·{pp}", config.training.precision, config.optimizer.kind);
             let (kept, file_backed) =
@@ -70,7 +70,7 @@ fn either_run_resumes_the_other_bitwise() {
     for plain in variants() {
         let dir = tempfile::tempdir().unwrap();
         let mut saved = layout(plain, 2, 2, 1);
-        saved.parallel.use_distributed_optimizer = true;
+        saved.parallel.zero_stage = 1;
         let uninterrupted = train(&saved, STEPS).unwrap();
         let rest = STEPS - 4;
         for (from, to) in

@@ -100,7 +100,7 @@ fn weights(trainer: &megatron::train::Trainer) -> megatron::Result<Vec<Vec<f32>>
         .stage()
         .params
         .iter()
-        .map(|(_, p)| Ok(p.weight.flatten_all()?.to_vec1::<f32>()?))
+        .map(|(id, _)| Ok(trainer.stage().params.weight(id)?.flatten_all()?.to_vec1::<f32>()?))
         .collect()
 }
 

@@ -51,8 +51,7 @@ fn every_layout_follows_one_process() {
         let alone = train(&growing(style), STEPS).unwrap();
         let cut = |dp, tp, pp| layout(growing(style), dp, tp, pp);
         let mut delayed = cut(2, 1, 2);
-        (delayed.parallel.delay_wgrad_compute, delayed.parallel.use_distributed_optimizer) =
-            (true, true);
+        (delayed.parallel.delay_wgrad_compute, delayed.parallel.zero_stage) = (true, 1);
         // Interleaved schedules need a multiple of pp microbatches; the first steps have 2.
         let layouts = [
             cut(4, 1, 1),

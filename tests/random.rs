@@ -27,6 +27,9 @@ fn without_pipeline(config: &RunConfig) -> RunConfig {
         context_parallel_size: config.parallel.context_parallel_size,
         data_parallel_size: config.parallel.data_parallel_size,
         sequence_parallel: config.parallel.sequence_parallel,
+        // Stages of ZeRO add several microbatches, and copies of shards, in orders of their own.
+        zero_stage: config.parallel.zero_stage,
+        num_distributed_optimizer_instances: config.parallel.num_distributed_optimizer_instances,
         ..Default::default()
     };
     plain

@@ -30,7 +30,7 @@ fn first(style: Style, dir: &Path) -> PathBuf {
 
 fn writer(style: Style) -> RunConfig {
     let mut config = layout(tiny(style, 0.1), 2, 1, 2);
-    config.parallel.use_distributed_optimizer = true;
+    config.parallel.zero_stage = 1;
     config.parallel.bucket_size = 5000;
     config
 }
@@ -64,7 +64,7 @@ fn shards(path: &Path) -> BTreeMap<String, Vec<u8>> {
 fn readers(style: Style) -> Vec<RunConfig> {
     let base = || tiny(style, 0.1);
     let mut zero = layout(base(), 4, 2, 1);
-    zero.parallel.use_distributed_optimizer = true;
+    zero.parallel.zero_stage = 1;
     zero.parallel.bucket_size = 3000;
     let mut uneven = layout(base(), 1, 1, 3);
     uneven.parallel.partition = PartitionMethod::Explicit(vec![1, 5, 2]);

@@ -17,7 +17,7 @@ use system_tests::{
 
 fn writer(style: Style) -> RunConfig {
     let mut config = layout(tiny(style, 0.1), 2, 1, 2);
-    config.parallel.use_distributed_optimizer = true;
+    config.parallel.zero_stage = 1;
     config
 }
 
@@ -70,7 +70,7 @@ fn a_checkpoint_passed_through_other_layouts_is_the_same_bits() {
         [(1, 1, 4, 1), (4, 1, 2, 1), (2, 2, 1, 2), (1, 1, 1, 4), (1, 4, 1, 1), (2, 1, 1, 2)];
     for (at, (dp, cp, tp, pp)) in layouts.into_iter().enumerate() {
         let mut config = context(layout(tiny(Style::Llama, 0.1), dp, tp, pp), cp);
-        config.parallel.use_distributed_optimizer = cp > 1;
+        config.parallel.zero_stage = (cp > 1).into();
         let data =
             sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
         let paths = on_ranks(config.parallel.world_size(), |world| {

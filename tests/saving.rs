@@ -30,7 +30,7 @@ fn configs() -> Vec<RunConfig> {
             let mut config =
                 context(layout(tiny(Style::Llama, 0.1), 2, 1, 2), if sharded { 2 } else { 1 });
             config.training.precision = precision;
-            config.parallel.use_distributed_optimizer = sharded;
+            config.parallel.zero_stage = sharded.into();
             configs.push(config);
         }
     }
@@ -40,10 +40,8 @@ fn configs() -> Vec<RunConfig> {
 #[test]
 fn steps_made_meanwhile_change_neither_the_checkpoint_nor_themselves() {
     for config in configs() {
-        let what = format!(
-            "{:?}, ZeRO-1 {}",
-            config.training.precision, config.parallel.use_distributed_optimizer
-        );
+        let what =
+            format!("{:?}, ZeRO-1 {}", config.training.precision, config.parallel.zero_stage);
         let dirs = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let data =
             sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));

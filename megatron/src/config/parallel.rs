@@ -1,6 +1,6 @@
 //! `[parallel]`: how the model and the batch are cut over ranks.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// The order of forward and backward passes on a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,8 +56,17 @@ pub struct ParallelConfig {
     /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al.
     /// 2022).
     pub sequence_parallel: bool,
-    /// ZeRO-1: optimizer state cut over dp.
-    pub use_distributed_optimizer: bool,
+    /// Stage of ZeRO, 0 to 3: what replicas shard among them. 1: optimizer state; 2: gradients,
+    /// too; 3: weights, too.
+    #[serde(alias = "use_distributed_optimizer", deserialize_with = "stage_or_bool")]
+    pub zero_stage: u8,
+    /// Hybrid sharding: copies of all shards, each over as many of the replicas.
+    #[serde(default = "one")]
+    pub num_distributed_optimizer_instances: usize,
+    /// ZeRO-3: weights are freed behind every pass and gathered again, rather than kept from their
+    /// first use in a step to its end.
+    #[serde(default = "yes")]
+    pub zero_reshard_after_forward: bool,
     /// Gradient buckets are reduced while backward still runs.
     pub overlap_grad_reduce: bool,
     /// Elements per gradient bucket, at least.
@@ -78,14 +87,48 @@ impl Default for ParallelConfig {
             extra_warmup: 0,
             partition: PartitionMethod::Uniform,
             sequence_parallel: false,
-            use_distributed_optimizer: false,
+            zero_stage: 0,
+            num_distributed_optimizer_instances: 1,
+            zero_reshard_after_forward: true,
             overlap_grad_reduce: false,
             bucket_size: 40_000_000,
         }
     }
 }
 
+fn one() -> usize {
+    1
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// Reads a stage, or what checkpoints said before there were stages 2 and 3: whether it is 1.
+fn stage_or_bool<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u8, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Either {
+        Is(bool),
+        Stage(u8),
+    }
+    Ok(match Either::deserialize(deserializer)? {
+        Either::Is(is) => is.into(),
+        Either::Stage(stage) => stage,
+    })
+}
+
 impl ParallelConfig {
+    /// Ranks that hold the same parameters: dp · cp.
+    pub fn num_replicas(&self) -> usize {
+        self.data_parallel_size.saturating_mul(self.context_parallel_size)
+    }
+
+    /// Ranks that shard a buffer among them: the replicas of one copy.
+    pub fn num_shards(&self) -> usize {
+        self.num_replicas() / self.num_distributed_optimizer_instances.max(1)
+    }
+
     /// Ranks in the run.
     pub fn world_size(&self) -> usize {
         self.tensor_model_parallel_size
@@ -106,5 +149,19 @@ mod tests {
         let mut written = serde_json::to_value(&parallel).unwrap();
         written.as_object_mut().unwrap().remove("extra_warmup").unwrap();
         assert_eq!(serde_json::from_value::<ParallelConfig>(written).unwrap(), parallel);
+    }
+
+    #[test]
+    fn a_layout_written_before_zero_had_stages_is_stage_1_or_0() {
+        for is in [true, false] {
+            let parallel = ParallelConfig { zero_stage: is.into(), ..ParallelConfig::default() };
+            let mut written = serde_json::to_value(&parallel).unwrap();
+            let keys = written.as_object_mut().unwrap();
+            keys.remove("zero_stage").unwrap();
+            keys.remove("num_distributed_optimizer_instances").unwrap();
+            keys.remove("zero_reshard_after_forward").unwrap();
+            keys.insert("use_distributed_optimizer".into(), is.into());
+            assert_eq!(serde_json::from_value::<ParallelConfig>(written).unwrap(), parallel);
+        }
     }
 }

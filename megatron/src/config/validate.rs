@@ -257,6 +257,7 @@ impl Check<'_> {
         self.require(world.is_some(), |c| {
             format!("the product of {} is too large", c.cite_all(&sizes))
         });
+        self.sharding(p);
         let by_tp = [("tensor_model_parallel_size", tp)];
         self.divides(
             "num_attention_heads",
@@ -394,11 +395,36 @@ impl Check<'_> {
                 self.cite("overlap_grad_reduce", true),
                 "gradients are reduced during backward, which is in the graph as a whole; leave it out",
             ),
+            (
+                p.zero_stage < 2 || p.num_shards() == 1,
+                self.cite("zero_stage", p.zero_stage),
+                "a graph needs gradients and weights that stay where they are; use stage 1",
+            ),
         ] {
             self.require(holds, |_| {
                 format!("{what} does not go with {graph}: {why}, or leave out enable_cuda_graph")
             });
         }
+    }
+
+    fn sharding(&mut self, p: &ParallelConfig) {
+        self.require(p.zero_stage <= 3, |c| {
+            format!("{} is not a stage of ZeRO, 0 to 3", c.cite("zero_stage", p.zero_stage))
+        });
+        let copies = p.num_distributed_optimizer_instances;
+        self.positive("num_distributed_optimizer_instances", copies);
+        let replicas = p.num_replicas();
+        self.require(copies == 0 || replicas.is_multiple_of(copies), |c| {
+            let sizes = [
+                ("data_parallel_size", p.data_parallel_size),
+                ("context_parallel_size", p.context_parallel_size),
+            ];
+            format!(
+                "{} does not divide the {replicas} replicas, {}: every copy of the shards has as many ranks",
+                c.cite("num_distributed_optimizer_instances", copies),
+                c.cite_all(&sizes)
+            )
+        });
     }
 
     fn optimizer(&mut self, o: &OptimizerConfig) {

@@ -5,8 +5,6 @@
 //! declaring its gradient partial. Its replicas would then drift apart, and the only symptom would
 //! be a worse loss.
 
-use std::ops::Range;
-
 use candle_core::{DType, Device, Tensor};
 
 use crate::comm::Group;
@@ -17,19 +15,15 @@ use crate::{Error, Result};
 /// differ by about their own size.
 const TOLERANCE: f64 = 1e-3;
 
-/// Compares the final gradients of replicated parameters over tp. `range` maps a bucket's length to
-/// the part that is final on this rank.
-pub(super) fn check(
-    tp: &Group,
-    store: &ParamStore,
-    final_part: impl Fn(usize) -> Range<usize>,
-) -> Result<()> {
+/// Compares the final gradients of replicated parameters over tp, as far as this rank has them.
+pub(super) fn check(tp: &Group, store: &ParamStore) -> Result<()> {
     if tp.size() == 1 {
         return Ok(());
     }
     let (mut names, mut marks) = (Vec::new(), Vec::new());
     for bucket in store.buckets() {
-        let part = final_part(bucket.len);
+        let options = store.options();
+        let part = options.replica.range(bucket.len, options.placements.optimizer);
         for id in &bucket.params {
             let param = store.param(*id);
             let held = overlap(param.range(), &part);
@@ -37,7 +31,7 @@ pub(super) fn check(
                 continue;
             }
             names.push(param.spec.name.as_str());
-            marks.extend(mark(&bucket.grads.narrow(&held)?)?);
+            marks.extend(mark(&bucket.reduced(&held)?)?);
         }
     }
     if names.is_empty() {

@@ -34,4 +34,4 @@ mod module;
 mod reducer;
 
 pub use module::{DataParallel, DataParallelOptions};
-pub use reducer::{GradientReducer, shard};
+pub use reducer::GradientReducer;

@@ -2,18 +2,15 @@
 //! weights, sums over dp.
 
 use candle_core::{DType, Tensor};
+use kernels::tensor::arena::at_the_end;
+use kernels::tensor::device::empty;
 
 use super::declarations;
 use crate::Result;
 use crate::comm::{Group, ReduceOp, Work};
-use crate::params::{Bucket, ParamId, ParamStore, Role};
+use crate::params::{Bucket, ParamId, ParamStore, Placement, Role};
 use crate::pipeline::GradientListener;
-
-/// The range of a bucket that replica `rank` of `dp` keeps under ZeRO.
-pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
-    let part = len / dp;
-    rank * part..(rank + 1) * part
-}
+use crate::topology::ReplicaGroups;
 
 /// Reduces the buckets of one rank.
 ///
@@ -21,16 +18,15 @@ pub fn shard(len: usize, rank: usize, dp: usize) -> std::ops::Range<usize> {
 /// reductions need no agreement.
 pub struct GradientReducer {
     tp: Group,
-    replicas: Group,
+    replicas: ReplicaGroups,
     /// Joins the first and last pipeline stage, where a tied weight lives on both.
     embedding: Option<Group>,
-    /// Whether each replica receives only its shard of the sum (ZeRO-1).
-    scatter: bool,
-    /// Whether a bucket's reduction starts while backward still runs, when the bucket's last
-    /// gradient is complete.
+    /// Whether a bucket's reduction runs while backward goes on.
     overlap: bool,
-    /// Number of gradients per bucket that are not complete yet.
-    missing: Vec<usize>,
+    /// Whether gradients go to their shards after every microbatch (ZeRO-2 and 3).
+    shards_gradients: bool,
+    /// Gradients per bucket that are not complete yet.
+    missing: Vec<Vec<ParamId>>,
     in_flight: Vec<InFlight>,
     /// Whether messages are in bf16.
     in_bf16: bool,
@@ -38,31 +34,40 @@ pub struct GradientReducer {
     first_step: bool,
 }
 
-/// A reduction over dp in progress.
+/// A reduction over replicas in progress.
 struct InFlight {
     work: Work,
-    /// Source and destination of the reduced elements, if the message has another dtype.
-    convert: Option<(Tensor, Tensor)>,
+    then: Then,
+}
+
+/// What is to be done with reduced elements.
+enum Then {
+    /// They are where they belong.
+    Nothing,
+    /// The message had another dtype than its destination.
+    Convert { from: Tensor, to: Tensor },
+    /// They are added to a bucket's shard.
+    Add { bucket: usize, sums: Tensor },
 }
 
 impl GradientReducer {
-    /// `tp` and `replicas` (dp × cp) are this rank's groups. `embedding` joins the first and last
-    /// stage if a tied weight lives on both. With `scatter` a replica gets only its [`shard`] of
-    /// the sums (ZeRO-1). With `overlap` a bucket's reduction starts when its last gradient is
-    /// complete.
+    /// `tp` and `replicas` are this rank's groups. `embedding` joins the first and last stage if a
+    /// tied weight lives on both. The store that [`begin`](Self::begin) is given says what each
+    /// replica gets of the sums. With `overlap` a bucket's reduction starts when its last gradient
+    /// is complete; where gradients are sharded it does so anyway, and `overlap` lets backward go
+    /// on meanwhile.
     pub fn new(
         tp: Group,
-        replicas: Group,
+        replicas: ReplicaGroups,
         embedding: Option<Group>,
-        scatter: bool,
         overlap: bool,
     ) -> Self {
         Self {
             tp,
             replicas,
             embedding,
-            scatter,
             overlap,
+            shards_gradients: false,
             missing: Vec::new(),
             in_flight: Vec::new(),
             in_bf16: false,
@@ -70,8 +75,8 @@ impl GradientReducer {
         }
     }
 
-    /// Sums over dp in bf16 messages of half the size. Each rank's gradient is rounded before the
-    /// sum, and the sum is rounded again.
+    /// Sums over replicas in bf16 messages of half the size. Each rank's gradient is rounded before
+    /// the sum, and the sum is rounded again.
     pub fn in_bf16(self, in_bf16: bool) -> Self {
         Self { in_bf16, ..self }
     }
@@ -81,8 +86,9 @@ impl GradientReducer {
     /// # Errors
     /// If a buffer cannot be written.
     pub fn begin(&mut self, store: &ParamStore) -> Result<()> {
-        self.missing = store.buckets().iter().map(|b| b.params.len()).collect();
+        self.missing = store.buckets().iter().map(|b| b.params.clone()).collect();
         self.in_flight.clear();
+        self.shards_gradients = store.options().placements.gradients == Placement::Sharded;
         store.begin_grads()
     }
 
@@ -92,59 +98,127 @@ impl GradientReducer {
     /// If a peer fails; in the first step also if a parameter that is replicated over tp has
     /// different gradients on the tp ranks.
     pub fn finish(&mut self, store: &ParamStore) -> Result<()> {
+        if self.shards_gradients {
+            self.complete(0, store)?;
+        }
         for (i, bucket) in store.buckets().iter().enumerate() {
-            // Under overlap, buckets remain for which no layer announced some gradient. They are
-            // the same on all replicas.
-            if !self.overlap
-                || bucket.tied
-                || self.missing.get(i).is_none_or(|&missing| missing > 0)
-            {
-                self.reduce(bucket, store)?;
+            // Buckets remain for which no layer announced some gradient, or not in the end. They
+            // are the same on all replicas.
+            let remains = match &bucket.reduced {
+                Some(shard) => bucket.grads.is_there() || shard.sums().is_none(),
+                None => !self.overlap || self.missing.get(i).is_none_or(|ids| !ids.is_empty()),
+            };
+            if bucket.tied || remains {
+                self.reduce(i, store)?;
             }
         }
-        for InFlight { work, convert } in self.in_flight.drain(..) {
-            work.wait()?;
-            if let Some((from, to)) = convert {
-                kernels::ops::reduce::cast(&to, &from)?;
-            }
-        }
+        self.complete(0, store)?;
+        self.sum_over_copies(store)?;
         if std::mem::take(&mut self.first_step) {
-            let (rank, replicas) = (self.replicas.rank(), self.replicas.size());
-            let final_part = |len| if self.scatter { shard(len, rank, replicas) } else { 0..len };
-            declarations::check(&self.tp, store, final_part)?;
+            declarations::check(&self.tp, store)?;
         }
         Ok(())
     }
 
-    fn reduce(&mut self, bucket: &Bucket, store: &ParamStore) -> Result<()> {
+    /// Waits until at most `left` reductions are in progress.
+    fn complete(&mut self, left: usize, store: &ParamStore) -> Result<()> {
+        let done = self.in_flight.len().saturating_sub(left);
+        for InFlight { work, then } in self.in_flight.drain(..done) {
+            work.wait()?;
+            match then {
+                Then::Nothing => {}
+                Then::Convert { from, to } => kernels::ops::reduce::cast(&to, &from)?,
+                Then::Add { bucket, sums } => {
+                    let dtype = store.options().main_grad_dtype();
+                    let sums = if sums.dtype() == dtype {
+                        sums
+                    } else {
+                        let wide = at_the_end(|| empty(sums.elem_count(), dtype, sums.device()))?;
+                        kernels::ops::reduce::cast(&wide, &sums)?;
+                        wide
+                    };
+                    if let Some(shard) = &store.buckets()[bucket].reduced {
+                        shard.add(sums)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, index: usize, store: &ParamStore) -> Result<()> {
+        let bucket = &store.buckets()[index];
         store.clear_stale(&bucket.params)?;
         self.sum_over_tp(bucket, store)?;
         if bucket.tied {
             self.add_tied_uses(bucket, store)?;
         }
-        if self.replicas.size() == 1 {
+        if bucket.reduced.is_some() {
+            return self.reduce_to_shard(index, store);
+        }
+        if self.replicas.all.size() == 1 {
             return Ok(());
         }
-        let mine = if self.scatter {
-            shard(bucket.len, self.replicas.rank(), self.replicas.size())
-        } else {
-            0..bucket.len
-        };
+        let placement = store.options().placements.optimizer;
+        let mine = self.replicas.replica().range(bucket.len, placement);
         let (grads, part) = (bucket.grads.all()?, bucket.grads.narrow(&mine)?);
         let (from, to) = if self.in_bf16 {
-            let from = kernels::tensor::device::empty(bucket.len, DType::BF16, grads.device())?;
-            kernels::ops::reduce::cast(&from, &grads)?;
+            let from = self.message(&grads)?;
             let to = from.narrow(0, mine.start, mine.len())?;
             (from, to)
         } else {
             (grads, part.clone())
         };
-        let work = if self.scatter {
-            self.replicas.reduce_scatter(&from, &to, ReduceOp::Sum)?
-        } else {
-            self.replicas.all_reduce(&from, ReduceOp::Sum)?
+        let work = match placement {
+            Placement::Sharded => self.replicas.shards.reduce_scatter(&from, &to, ReduceOp::Sum)?,
+            Placement::Replicated => self.replicas.all.all_reduce(&from, ReduceOp::Sum)?,
         };
-        self.in_flight.push(InFlight { work, convert: self.in_bf16.then_some((to, part)) });
+        let then = if self.in_bf16 { Then::Convert { from: to, to: part } } else { Then::Nothing };
+        self.in_flight.push(InFlight { work, then });
+        Ok(())
+    }
+
+    /// Adds a bucket's gradients to the ranks' shards, and frees them.
+    fn reduce_to_shard(&mut self, index: usize, store: &ParamStore) -> Result<()> {
+        let bucket = &store.buckets()[index];
+        let grads = bucket.grads.all()?;
+        // What the next microbatch adds gets other memory, since the message still needs this one.
+        store.release_grads_of(bucket);
+        let from = if self.in_bf16 { self.message(&grads)? } else { grads };
+        let len = bucket.len / self.replicas.shards.size();
+        let sums = at_the_end(|| empty(len, from.dtype(), from.device()))?;
+        let work = self.replicas.shards.reduce_scatter(&from, &sums, ReduceOp::Sum)?;
+        drop(from);
+        self.in_flight.push(InFlight { work, then: Then::Add { bucket: index, sums } });
+        self.complete(usize::from(self.overlap), store)
+    }
+
+    /// `grads` rounded to bf16.
+    fn message(&self, grads: &Tensor) -> Result<Tensor> {
+        let message = empty(grads.elem_count(), DType::BF16, grads.device())?;
+        kernels::ops::reduce::cast(&message, grads)?;
+        Ok(message)
+    }
+
+    /// Under hybrid sharding, sums the shards over their copies, once a step.
+    fn sum_over_copies(&self, store: &ParamStore) -> Result<()> {
+        let is_sharded = store.options().placements.optimizer == Placement::Sharded;
+        if self.replicas.copies.size() == 1 || !is_sharded {
+            return Ok(());
+        }
+        let mut works = Vec::new();
+        for bucket in store.buckets() {
+            let mine = self.replicas.replica().range(bucket.len, Placement::Sharded);
+            let part = bucket.reduced(&mine)?;
+            let message = if self.in_bf16 { self.message(&part)? } else { part.clone() };
+            works.push((self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?, message, part));
+        }
+        for (work, message, part) in works {
+            work.wait()?;
+            if self.in_bf16 {
+                kernels::ops::reduce::cast(&part, &message)?;
+            }
+        }
         Ok(())
     }
 
@@ -189,21 +263,31 @@ impl GradientReducer {
 
 impl GradientListener for GradientReducer {
     fn ready(&mut self, params: &[ParamId], store: &ParamStore) -> Result<()> {
-        if !self.overlap {
+        if !self.overlap && !self.shards_gradients {
             return Ok(());
         }
         for id in params {
             let param = store.param(*id);
-            let bucket = &store.buckets()[param.bucket];
+            let (at, bucket) = (param.bucket, &store.buckets()[param.bucket]);
             if bucket.tied || matches!(param.role, Role::TiedUse(_)) {
                 continue; // complete only when all uses are
             }
-            self.missing[param.bucket] -= 1;
-            if self.missing[param.bucket] == 0 {
-                self.reduce(bucket, store)?;
+            let missing = &mut self.missing[at];
+            let before = missing.len();
+            missing.retain(|other| other != id);
+            if missing.is_empty() && before > 0 {
+                if self.shards_gradients {
+                    // The next microbatch completes it again.
+                    missing.clone_from(&bucket.params);
+                }
+                self.reduce(at, store)?;
             }
         }
         Ok(())
+    }
+
+    fn after_every_microbatch(&self) -> bool {
+        self.shards_gradients
     }
 }
 
@@ -213,7 +297,9 @@ mod tests {
 
     use super::*;
     use crate::comm::threads::solo;
-    use crate::params::{Init, ParamSpec, ParamsBuilder, Partition, StoreOptions};
+    use crate::params::{
+        BucketLimit, Init, ParamSpec, ParamsBuilder, Partition, Placements, Replica, StoreOptions,
+    };
 
     fn spec(name: &str, tie_group: Option<&str>) -> ParamSpec {
         ParamSpec {
@@ -245,8 +331,9 @@ mod tests {
         let options = StoreOptions {
             dtype: DType::F32,
             device: device.clone(),
-            bucket_size: 1,
-            dp: 1,
+            limit: BucketLimit::Elements(1),
+            placements: Placements::REPLICATED,
+            replica: Replica::new(0, 1, 1),
             tp: 1,
             tp_rank: 0,
         };
@@ -254,7 +341,8 @@ mod tests {
         let full = |value: f32, shape: (usize, usize)| Tensor::full(value, shape, &device).unwrap();
         let ids = Tensor::new(&[3u32, 1, 3], &device).unwrap();
         for (step, overlap) in [false, false, true, true].into_iter().enumerate() {
-            let mut reducer = GradientReducer::new(solo(), solo(), None, false, overlap);
+            let mut reducer =
+                GradientReducer::new(solo(), ReplicaGroups::whole(solo()), None, overlap);
             for bucket in store.buckets() {
                 kernels::ops::reduce::copy(
                     &bucket.grads.all().unwrap(),

@@ -1,4 +1,4 @@
-//! AdamW and SGD over flat buckets, whole or sharded over dp (ZeRO-1, Rajbhandari et al. 2020),
+//! AdamW and SGD over flat buckets, whole or sharded over dp (ZeRO, Rajbhandari et al. 2020),
 //! with clipping by global norm. For 16-bit weights the optimizer updates fp32 master weights and
 //! rounds them (Micikevicius et al. 2018).
 
@@ -10,15 +10,16 @@ use kernels::ops::optimizer::{
     AdamW, Segment, Sgd, StochasticRounding, adamw_segments, sgd_segments,
 };
 
-use super::ownership::{speaks_for, written_part};
+use super::ownership::speaks_for;
 use super::state::BucketState;
 use crate::Result;
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
-use crate::data_parallel::shard;
 use crate::params::{
-    Elements, Param, ParamStore, Piece, Role, ShardRef, StateKind, clip_pieces, overlap,
+    Bucket, Elements, Param, ParamStore, Piece, Placement, Placements, Replica, Role, ShardRef,
+    StateKind, StoreOptions, clip_pieces, overlap,
 };
+use crate::topology::ReplicaGroups;
 
 /// Elements whose high and low halves are joined at a time, on the host.
 const JOINED: usize = 1 << 20;
@@ -57,10 +58,9 @@ pub struct Optimizer {
     config: OptimizerConfig,
     states: Vec<BucketState>,
     tp: Group,
-    replicas: Group,
+    replicas: ReplicaGroups,
     pp: Group,
-    /// Whether state and updates are sharded over the replicas (dp × cp).
-    sharded: bool,
+    placements: Placements,
     /// Seed of the stochastic rounding of second moments in bf16.
     seed: u64,
     /// Updates applied so far.
@@ -68,7 +68,7 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// `sharded` selects ZeRO-1. `seed` seeds the stochastic rounding of second moments in bf16.
+    /// `store` says what is sharded over `replicas`. `seed` seeds the stochastic rounding of second moments in bf16.
     ///
     /// # Errors
     /// If there is no room for the state, or if it is to be offloaded to host memory while the
@@ -77,13 +77,13 @@ impl Optimizer {
         config: &OptimizerConfig,
         store: &ParamStore,
         tp: Group,
-        replicas: Group,
+        replicas: ReplicaGroups,
         pp: Group,
-        sharded: bool,
         seed: u64,
     ) -> Result<Self> {
-        let cut = |len| if sharded { shard(len, replicas.rank(), replicas.size()) } else { 0..len };
-        let ranges = store.buckets().iter().map(|bucket| cut(bucket.len)).collect();
+        let StoreOptions { placements, replica, .. } = *store.options();
+        let range = |bucket: &Bucket| replica.range(bucket.len, placements.optimizer);
+        let ranges = store.buckets().iter().map(range).collect();
         let (device, of) = (&store.options().device, store.options().main_grad_dtype());
         let dtypes = match config.kind {
             OptimizerKind::Adam => {
@@ -92,7 +92,7 @@ impl Optimizer {
             OptimizerKind::Sgd => vec![of],
         };
         let states = BucketState::zeros(ranges, &dtypes, &config.offload, device)?;
-        Ok(Self { config: config.clone(), states, tp, replicas, pp, sharded, seed, steps: 0 })
+        Ok(Self { config: config.clone(), states, tp, replicas, pp, placements, seed, steps: 0 })
     }
 
     /// Updates applied so far.
@@ -136,7 +136,7 @@ impl Optimizer {
     fn squared_norm(&self, store: &ParamStore) -> Result<Tensor> {
         let counted = Self::stepped(store).filter(|p| self.counts(p)).map(|param| {
             let part = self.part(param);
-            store.buckets()[param.bucket].grads.narrow(&part)
+            store.buckets()[param.bucket].reduced(&part)
         });
         let counted = counted.collect::<Result<Vec<_>>>()?;
         Ok(kernels::ops::reduce::total_of_squares(
@@ -151,10 +151,11 @@ impl Optimizer {
         if !self.counts(param) {
             return 0..0;
         }
-        match (self.sharded, self.replicas.rank()) {
-            (true, _) => self.part(param),
-            (false, 0) => param.range(),
-            (false, _) => 0..0,
+        let Replica { shard, copy, .. } = self.replicas.replica();
+        match self.placements.optimizer {
+            Placement::Sharded if copy == 0 => self.part(param),
+            Placement::Replicated if (copy, shard) == (0, 0) => param.range(),
+            _ => 0..0,
         }
     }
 
@@ -170,10 +171,10 @@ impl Optimizer {
             if part.is_empty() {
                 continue;
             }
-            let weights = |part: &Range<usize>| bucket.weights.narrow(0, part.start, part.len());
+            let weights = |part: &Range<usize>| bucket.weights.narrow(part);
             match &bucket.master {
                 None => tensors.push(weights(&part)?),
-                Some(master) if bucket.weights.dtype() == DType::BF16 => {
+                Some(master) if store.options().dtype == DType::BF16 => {
                     for start in part.clone().step_by(JOINED) {
                         let some = start..part.end.min(start + JOINED);
                         let halves = Elements::Halves {
@@ -204,7 +205,7 @@ impl Optimizer {
             if part.is_empty() {
                 continue;
             }
-            let grads = store.buckets()[param.bucket].grads.narrow(&part)?;
+            let grads = store.buckets()[param.bucket].reduced(&part)?;
             for piece in
                 clip_pieces(&param.pieces, part.start - param.offset..part.end - param.offset)
             {
@@ -238,8 +239,9 @@ impl Optimizer {
         // communicator would cost memory and queues.
         let mut shares =
             Self::gathered(&Self::gathered(&self.squared_norm(store)?, &self.tp)?, &self.pp)?;
-        if self.sharded && self.replicas.size() > 1 {
-            shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, &self.replicas)?;
+        let (placements, shards) = (self.placements, &self.replicas.shards);
+        if placements.optimizer == Placement::Sharded && shards.size() > 1 {
+            shares = Self::gathered(&kernels::ops::reduce::sum_in_order(&shares)?, shards)?;
         }
         let verdict = Verdict::of(&shares, self.config.clip_grad, loss_scale)?;
         // A GPU runs the whole update without changing anything instead of waiting for the verdict.
@@ -249,10 +251,10 @@ impl Optimizer {
         for bucket in 0..store.buckets().len() {
             self.update(bucket, store, rates, &verdict)?;
         }
-        if self.sharded {
+        if (placements.weights, placements.optimizer) == (Placement::Replicated, Placement::Sharded)
+        {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
-                let mine = bucket.weights.narrow(0, state.range.start, state.range.len())?;
-                self.replicas.all_gather(&mine, &bucket.weights)
+                shards.all_gather(&bucket.weights.narrow(&state.range)?, bucket.weights.values())
             });
             for work in gathers.collect::<Result<Vec<Work>>>()? {
                 work.wait()?;
@@ -335,12 +337,12 @@ impl Optimizer {
         };
         let sgd = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
         state.change(&store.options().device, &mut |part, kept| {
-            let weight = bucket.weights.narrow(0, part.start, part.len())?;
+            let weight = bucket.weights.narrow(part)?;
             let (stepped, rounded) = match &bucket.master {
                 Some(master) => (&master.narrow(part)?, Some(&weight)),
                 None => (&weight, None),
             };
-            let grad = bucket.grads.narrow(part)?;
+            let grad = bucket.reduced(part)?;
             let segments = Segment::of_part(
                 &segments,
                 part.start - state.range.start..part.end - state.range.start,
@@ -371,9 +373,8 @@ impl Optimizer {
             let bucket = &store.buckets()[param.bucket];
             let state = &self.states[param.bucket];
             let whole = param.range();
-            let written = || {
-                written_part(whole.clone(), bucket.len, self.replicas.rank(), self.replicas.size())
-            };
+            let written = || overlap(whole.clone(), &self.replicas.replica().written(bucket.len));
+            let here = overlap(whole.clone(), bucket.weights.kept());
             let mut push = |kind,
                             range: Range<usize>,
                             data: &dyn Fn(&Range<usize>) -> Result<Elements>|
@@ -395,11 +396,10 @@ impl Optimizer {
                 });
                 Ok(())
             };
-            let weights = |range: &Range<usize>| bucket.weights.narrow(0, range.start, range.len());
+            let weights = |range: &Range<usize>| bucket.weights.narrow(range);
             match &bucket.master {
-                Some(master) if bucket.weights.dtype() == DType::BF16 => {
-                    for (part, kept) in master.parts(if owned { written() } else { whole.clone() })
-                    {
+                Some(master) if store.options().dtype == DType::BF16 => {
+                    for (part, kept) in master.parts(if owned { written() } else { here }) {
                         push(StateKind::Param, part, &|part| {
                             let low = kept.then(|| master.narrow(part)).transpose()?;
                             Ok(Elements::Halves { high: weights(part)?, low })
@@ -411,11 +411,11 @@ impl Optimizer {
                         if owned { written() } else { overlap(whole.clone(), &master.range) };
                     push(StateKind::Param, range, &|range| Ok(master.narrow(range)?.into()))?;
                     if !owned {
-                        push(StateKind::Param, whole.clone(), &|range| Ok(weights(range)?.into()))?;
+                        push(StateKind::Param, here, &|range| Ok(weights(range)?.into()))?;
                     }
                 }
                 None => {
-                    let range = if owned { written() } else { whole.clone() };
+                    let range = if owned { written() } else { here };
                     push(StateKind::Param, range, &|range| Ok(weights(range)?.into()))?;
                 }
             }

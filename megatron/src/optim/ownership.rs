@@ -2,11 +2,9 @@
 //!
 //! This is arithmetic only, so the files of a layout can be planned without running that layout.
 
-use std::ops::Range;
-
-use crate::data_parallel::shard;
 use crate::params::{
-    ParamShare, ParamSpec, Partition, PlacedParam, Placement, Role, clip_pieces, overlap,
+    BucketLayout, ParamShare, ParamSpec, Partition, PlacedParam, Replica, Role, clip_pieces,
+    overlap,
 };
 
 /// Whether tp rank `tp_rank` is the one that counts and saves this parameter, among its tie group
@@ -15,31 +13,20 @@ pub(super) fn speaks_for(spec: &ParamSpec, role: Role, tp_rank: usize) -> bool {
     role == Role::Primary && (spec.partition != Partition::Replicated || tp_rank == 0)
 }
 
-/// The part of a parameter that replica `dp_rank` of `dp` writes, as a range of the bucket. The
-/// parameter lies at `whole` in a bucket of `bucket_len` elements. Replicas share the work of
-/// writing, whether or not their optimizer state is sharded.
-pub(super) fn written_part(
-    whole: Range<usize>,
-    bucket_len: usize,
-    dp_rank: usize,
-    dp: usize,
-) -> Range<usize> {
-    overlap(whole, &shard(bucket_len, dp_rank, dp))
-}
-
-/// The parameters that the rank at (`tp_rank`, `dp_rank`) of a stage with this placement writes, in
-/// the order of its file. They are those for which `Optimizer::shards` gives owned shards.
+/// The parameters that tp rank `tp_rank` of `tp` and this replica of a stage with this layout write,
+/// in the order of their file. They are those for which `Optimizer::shards` gives owned shards:
+/// replicas share the work of writing, whether or not their optimizer state is sharded.
 pub fn written(
-    placement: &Placement,
+    layout: &BucketLayout,
     (tp_rank, tp): (usize, usize),
-    (dp_rank, dp): (usize, usize),
+    replica: Replica,
 ) -> Vec<ParamShare> {
     let of_param = |PlacedParam { spec, role, bucket, offset, numel }: &PlacedParam| {
         if !speaks_for(spec, *role, tp_rank) {
             return None;
         }
-        let part =
-            written_part(*offset..offset + numel, placement.buckets[*bucket].len, dp_rank, dp);
+        let written = replica.written(layout.buckets[*bucket].len);
+        let part = overlap(*offset..offset + numel, &written);
         let pieces = clip_pieces(&spec.pieces(tp_rank, tp), part.start - offset..part.end - offset);
         (!pieces.is_empty()).then(|| ParamShare {
             name: spec.name.clone(),
@@ -47,5 +34,5 @@ pub fn written(
             pieces,
         })
     };
-    placement.params.iter().filter_map(of_param).collect()
+    layout.params.iter().filter_map(of_param).collect()
 }

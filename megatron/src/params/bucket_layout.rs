@@ -88,14 +88,18 @@ pub enum BucketLimit {
     Elements(usize),
     /// The parameters of one unit: of a layer, of the input, of the output. What is sharded is
     /// gathered and reduced by unit.
-    Unit,
+    Unit {
+        /// Vectors have a bucket apart from matrices: where the gradients of weights are delayed,
+        /// those of vectors are complete before.
+        vectors_apart: bool,
+    },
 }
 
 impl BucketLimit {
     /// Units where gradients, or weights too, are sharded; `elements` otherwise.
-    pub fn of(placements: Placements, elements: usize) -> Self {
+    pub fn of(placements: Placements, elements: usize, delays_weight_gradients: bool) -> Self {
         match placements.gradients {
-            Placement::Sharded => Self::Unit,
+            Placement::Sharded => Self::Unit { vectors_apart: delays_weight_gradients },
             Placement::Replicated => Self::Elements(elements),
         }
     }
@@ -172,8 +176,8 @@ impl ParamsBuilder {
     pub fn place(&self, limit: BucketLimit, replicas: usize, tp: usize) -> BucketLayout {
         let pad = |n: usize, to: usize| n.div_ceil(to) * to;
         let mut buckets: Vec<PlacedBucket> = Vec::new();
-        // Chunk and unit of the last bucket's last parameter.
-        let mut last = None;
+        // What each bucket's parameters have in common.
+        let mut kinds: Vec<(usize, Option<usize>, bool)> = Vec::new();
         let mut places = vec![(0, 0); self.declared.len()];
         let numel = |spec: &ParamSpec| spec.local_shape(tp).iter().product::<usize>();
         for (at, Declared { spec, role, chunk, unit }) in self.declared.iter().enumerate().rev() {
@@ -181,17 +185,25 @@ impl ParamsBuilder {
                 continue;
             }
             let tied = spec.tie_group.is_some();
-            let has_room = |bucket: &PlacedBucket| match limit {
-                BucketLimit::Elements(limit) => bucket.len < limit,
-                BucketLimit::Unit => last == Some((chunk, unit)),
+            let kind = match limit {
+                BucketLimit::Elements(_) => (*chunk, None, false),
+                BucketLimit::Unit { vectors_apart } => {
+                    (*chunk, *unit, vectors_apart && spec.shape.len() == 1)
+                }
             };
-            let open = last.is_some_and(|(of, _)| of == chunk)
-                && buckets.last().is_some_and(|b| has_room(b) && !b.tied && !tied);
-            if !open {
+            let has_room = |at: &usize| match limit {
+                BucketLimit::Elements(limit) => buckets[*at].len < limit,
+                BucketLimit::Unit { .. } => true,
+            };
+            let open = (0..buckets.len())
+                .rev()
+                .find(|at| kinds[*at] == kind && !buckets[*at].tied)
+                .filter(|at| !tied && has_room(at));
+            let index = open.unwrap_or_else(|| {
                 buckets.push(PlacedBucket { params: vec![], len: 0, tied });
-            }
-            last = Some((chunk, unit));
-            let index = buckets.len() - 1;
+                kinds.push(kind);
+                buckets.len() - 1
+            });
             let bucket = &mut buckets[index];
             places[at] = (index, bucket.len);
             bucket.params.push(ParamId(at));

@@ -19,9 +19,10 @@ use kernels::ops::embedding::embedding_backward;
 use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::{computes_ahead, empty, zeros};
 
-use super::{Param, ParamId, ParamStore, Role};
-use crate::Result;
+use super::store::offset_in;
+use super::{Bucket, Param, ParamId, ParamStore, Placement, Role};
 use crate::comm::lock;
+use crate::{Error, Result};
 
 /// The main gradients of a bucket, and their memory while it is allocated.
 #[derive(Debug)]
@@ -44,6 +45,7 @@ impl GradientBuffer {
         held: impl Iterator<Item = Range<usize>>,
         dtype: DType,
         device: &Device,
+        keeps: bool,
     ) -> Result<Self> {
         let mut gaps = Vec::new();
         let mut end = 0;
@@ -53,9 +55,7 @@ impl GradientBuffer {
             }
             end = next.end;
         }
-        let there = computes_ahead(device)
-            .then(|| zeros("main gradients", len, dtype, device))
-            .transpose()?;
+        let there = keeps.then(|| zeros("main gradients", len, dtype, device)).transpose()?;
         Ok(Self { len, dtype, device: device.clone(), gaps, memory: Mutex::new(there) })
     }
 
@@ -94,9 +94,62 @@ impl GradientBuffer {
         &self.device
     }
 
-    /// Bytes that the gradients take while they have memory.
-    pub(super) fn bytes(&self) -> usize {
-        self.len * self.dtype.size_in_bytes()
+    /// Whether they have memory now.
+    pub fn is_there(&self) -> bool {
+        lock(&self.memory).is_some()
+    }
+}
+
+/// Where gradients are sharded (ZeRO-2 and 3), this rank's shard of the sums over ranks. It has
+/// memory from a step's first sum until the optimizer has used it.
+#[derive(Debug)]
+pub struct GradientShard {
+    /// Elements of the bucket.
+    range: Range<usize>,
+    sums: Mutex<Option<Tensor>>,
+}
+
+impl GradientShard {
+    pub(super) fn new(range: Range<usize>) -> Self {
+        Self { range, sums: Mutex::default() }
+    }
+
+    /// The elements of the bucket in this shard.
+    pub fn range(&self) -> &Range<usize> {
+        &self.range
+    }
+
+    /// Adds `sums`, `[range.len()]` in the dtype of main gradients. The first ones of a step are
+    /// taken over as they are.
+    ///
+    /// # Errors
+    /// If they cannot be added.
+    pub fn add(&self, sums: Tensor) -> Result<()> {
+        let mut there = lock(&self.sums);
+        match &*there {
+            Some(there) => kernels::ops::reduce::add_inplace(there, &sums)?,
+            None => *there = Some(sums),
+        }
+        Ok(())
+    }
+
+    /// The sums so far, if there are any in this step.
+    pub fn sums(&self) -> Option<Tensor> {
+        lock(&self.sums).clone()
+    }
+}
+
+impl Bucket {
+    /// The final gradients of the elements `part`, which are among those that this rank has.
+    ///
+    /// # Errors
+    /// If they are not, or no gradient was reduced.
+    pub fn reduced(&self, part: &Range<usize>) -> Result<Tensor> {
+        let Some(shard) = &self.reduced else { return self.grads.narrow(part) };
+        let sums = shard
+            .sums()
+            .ok_or_else(|| Error::config("internal error: a step without reduced gradients"))?;
+        Ok(sums.narrow(0, offset_in(part, &shard.range), part.len())?)
     }
 }
 
@@ -134,7 +187,7 @@ impl ParamStore {
     /// # Errors
     /// If a buffer cannot be written.
     pub fn begin_grads(&self) -> Result<()> {
-        if computes_ahead(&self.options().device) {
+        if self.keeps_memory() {
             return self.begin_grads_on_gpu();
         }
         for (_, param) in self.iter() {
@@ -173,13 +226,29 @@ impl ParamStore {
         Ok(())
     }
 
-    /// Ends a step after the last use of its gradients. On a CPU, frees their memory for the next
-    /// step's activations.
+    /// Whether whole gradients keep their memory from step to step, as a GPU's do unless they are
+    /// sharded.
+    fn keeps_memory(&self) -> bool {
+        let sharded = self.options().placements.gradients == Placement::Sharded;
+        computes_ahead(&self.options().device) && !sharded
+    }
+
+    /// Ends a step after the last use of its gradients, and frees their memory unless it is kept.
     pub fn release_grads(&self) {
-        if !computes_ahead(&self.options().device) {
-            self.buckets().iter().for_each(|bucket| *lock(&bucket.grads.memory) = None);
-            self.iter().for_each(|(_, param)| param.stale.begin());
+        for bucket in self.buckets() {
+            if let Some(shard) = &bucket.reduced {
+                *lock(&shard.sums) = None;
+            }
         }
+        if !self.keeps_memory() {
+            self.buckets().iter().for_each(|bucket| self.release_grads_of(bucket));
+        }
+    }
+
+    /// Frees the whole gradients of a bucket: what is added from here on is a sum of its own.
+    pub fn release_grads_of(&self, bucket: &Bucket) {
+        *lock(&bucket.grads.memory) = None;
+        bucket.params.iter().for_each(|id| self.param(*id).stale.begin());
     }
 
     /// The parameter's main gradient, in local shape, for kernels that add to it and for readers of
@@ -203,7 +272,7 @@ impl ParamStore {
             None => Ok(self.buckets()[param.bucket]
                 .grads
                 .narrow(&param.range())?
-                .reshape(param.weight.shape())?),
+                .reshape(param.shape.as_slice())?),
         }
     }
 
@@ -283,7 +352,8 @@ mod tests {
     fn what_lies_between_parameters_is_zero_in_any_memory() {
         let (held, len) = ([0..100, 128..200, 256..(1 << 16)], (1 << 16) + 64);
         let buffer =
-            GradientBuffer::new(len, held.clone().into_iter(), DType::F32, &Device::Cpu).unwrap();
+            GradientBuffer::new(len, held.clone().into_iter(), DType::F32, &Device::Cpu, false)
+                .unwrap();
         for _ in 0..3 {
             drop(Tensor::full(f32::NAN, len, &Device::Cpu).unwrap());
             let all = buffer.all().unwrap();

@@ -109,7 +109,7 @@ impl Master {
     /// # Errors
     /// If `part` exceeds `range`.
     pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
-        self.values.narrow(0, part.start - self.range.start, part.len())
+        self.values.narrow(0, offset_in(part, &self.range), part.len())
     }
 
     /// Splits the elements `whole` of the bucket, in order, into parts inside the range (true) and
@@ -155,7 +155,7 @@ impl ParamsBuilder {
     /// If the device cannot hold them.
     pub fn build(self, options: &StoreOptions) -> Result<ParamStore> {
         let StoreOptions { placements, replica, .. } = *options;
-        if options.limit == BucketLimit::Unit
+        if matches!(options.limit, BucketLimit::Unit { .. })
             && let Some(spec) = self.without_unit()
         {
             return Err(Error::config(format!(
@@ -168,11 +168,11 @@ impl ParamsBuilder {
         let grad_dtype = options.main_grad_dtype();
         let mut buckets = Vec::new();
         for PlacedBucket { params, len, tied } in layout.buckets {
-            let held = params
-                .iter()
-                .map(|id| &layout.params[id.0])
-                .map(|p| p.offset..p.offset + p.numel);
-            let grads = GradientBuffer::new(len, held, grad_dtype, &options.device)?;
+            let held =
+                params.iter().map(|id| &layout.params[id.0]).map(|p| p.offset..p.offset + p.numel);
+            let keeps =
+                computes_ahead(&options.device) && placements.gradients == Placement::Replicated;
+            let grads = GradientBuffer::new(len, held, grad_dtype, &options.device, keeps)?;
             let kept = replica.range(len, placements.weights);
             let weights = Weights::zeros(len, kept, options.dtype, &options.device)?;
             let reduced = (placements.gradients == Placement::Sharded)
@@ -214,7 +214,14 @@ impl ParamsBuilder {
                 second_use,
             });
         }
-        Ok(ParamStore { params, buckets, options: options.clone(), elements,clears_all_grads: false, lending: None })
+        Ok(ParamStore {
+            params,
+            buckets,
+            options: options.clone(),
+            elements,
+            clears_all_grads: false,
+            lending: None,
+        })
     }
 }
 
@@ -316,8 +323,7 @@ impl ParamStore {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
         let bucket = &self.buckets[param.bucket];
         let own = overlap(param.range(), bucket.weights.kept());
-        let from =
-            |part: &Range<usize>| source.narrow(0, part.start - param.offset, part.len());
+        let from = |part: &Range<usize>| source.narrow(0, part.start - param.offset, part.len());
         let Some(master) = &bucket.master else {
             if !own.is_empty() {
                 kernels::ops::reduce::cast(&bucket.weights.narrow(&own)?, &from(&own)?)?;
@@ -360,6 +366,11 @@ impl ParamStore {
             ("master weights", masters.sum()),
         ]
     }
+}
+
+/// Where `part` starts within `range`. An empty part may lie anywhere.
+pub(super) fn offset_in(part: &Range<usize>, range: &Range<usize>) -> usize {
+    if part.is_empty() { 0 } else { part.start.wrapping_sub(range.start) }
 }
 
 /// The part of `whole` that lies in `range`; an empty range within `whole` if they do not overlap.

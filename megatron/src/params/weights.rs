@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::tensor::device::{empty, zeros};
 
 use super::ParamStore;
+use super::store::offset_in;
 use crate::comm::{Group, Work, lock};
 use crate::{Error, Result};
 
@@ -66,7 +67,7 @@ impl Weights {
     /// # Errors
     /// If they are not.
     pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
-        self.values.narrow(0, part.start.wrapping_sub(self.kept.start), part.len())
+        self.values.narrow(0, offset_in(part, &self.kept), part.len())
     }
 
     /// What this rank keeps, `[kept.len()]`.
@@ -126,11 +127,6 @@ impl Weights {
         *lock(&self.gathered) = Gathered::Nothing;
         Ok(())
     }
-
-    /// Bytes that this rank keeps.
-    pub(super) fn bytes(&self) -> usize {
-        self.values.elem_count() * self.values.dtype().size_in_bytes()
-    }
 }
 
 /// Gathers the weights of units in the order in which a pass uses them: those of the unit in use
@@ -145,10 +141,7 @@ pub struct UnitWindow<'a> {
 
 impl<'a> UnitWindow<'a> {
     /// `units` are the parameters that each use needs, in order.
-    pub fn new(
-        store: &'a ParamStore,
-        units: impl FnOnce() -> Vec<Vec<super::ParamId>>,
-    ) -> Self {
+    pub fn new(store: &'a ParamStore, units: impl FnOnce() -> Vec<Vec<super::ParamId>>) -> Self {
         let units = if store.lending.is_some() { units() } else { Vec::new() };
         let buckets = |ids: Vec<super::ParamId>| {
             let mut buckets: Vec<usize> = ids.iter().map(|id| store.param(*id).bucket).collect();
@@ -168,9 +161,10 @@ impl<'a> UnitWindow<'a> {
         let Some(lending) = &self.store.lending else { return Ok(()) };
         let at = self.next;
         self.next += 1;
-        let unit = self.units.get(at).ok_or_else(|| {
-            Error::config("internal error: a pass uses more units than it said")
-        })?;
+        let unit = self
+            .units
+            .get(at)
+            .ok_or_else(|| Error::config("internal error: a pass uses more units than it said"))?;
         if at > 0 {
             self.leave(at - 1)?;
         }

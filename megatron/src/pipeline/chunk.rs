@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 
 use crate::config::Recompute;
-use crate::params::ParamId;
+use crate::params::{ParamId, UnitWindow};
 use crate::tensor_parallel::layout::Stream;
 use crate::tensor_parallel::{Ctx, Input, Layer, Output, Saved};
 use crate::{Error, Result};
@@ -48,9 +48,38 @@ pub struct SavedChunk {
 }
 
 impl Chunk {
-    fn run(&self, layers: Range<usize>, mut x: Stream, ctx: &Ctx) -> Result<(Stream, Vec<Saved>)> {
+    /// The parameters of each unit, in forward order. What is sharded is gathered and reduced by
+    /// unit.
+    pub fn units(&self) -> impl Iterator<Item = Vec<ParamId>> + '_ {
+        let input = self.input.iter().map(|input| input.params());
+        let output = self.output.iter().map(|output| output.params());
+        input.chain(self.layers.iter().map(|layer| layer.params())).chain(output)
+    }
+
+    /// The parameters that each step of backward reads, in its order.
+    fn units_in_backward(&self, segments: &[(Range<usize>, Segment)]) -> Vec<Vec<ParamId>> {
+        let mut units: Vec<_> = self.output.iter().map(|o| o.weights_in_backward()).collect();
+        let of = |layers: Range<usize>| self.layers[layers].iter().map(|layer| layer.params());
+        for (layers, segment) in segments.iter().rev() {
+            if matches!(segment, Segment::Input(_)) {
+                units.extend(of(layers.clone()));
+            }
+            units.extend(of(layers.clone()).rev());
+        }
+        units.extend(self.input.iter().map(|input| input.weights_in_backward()));
+        units
+    }
+
+    fn run(
+        &self,
+        layers: Range<usize>,
+        mut x: Stream,
+        ctx: &Ctx,
+        units: &mut UnitWindow,
+    ) -> Result<(Stream, Vec<Saved>)> {
         let mut all = Vec::with_capacity(layers.len());
         for layer in &self.layers[layers] {
+            units.advance()?;
             let (y, saved) = layer.forward(x, ctx)?;
             all.push(saved);
             x = y;
@@ -60,18 +89,33 @@ impl Chunk {
 
     /// Computes what backward of a segment needs, from the segment's input, without the segment's
     /// output.
-    fn recompute(&self, layers: Range<usize>, x: Stream, ctx: &Ctx) -> Result<Vec<Saved>> {
+    fn recompute(
+        &self,
+        layers: Range<usize>,
+        x: Stream,
+        ctx: &Ctx,
+        units: &mut UnitWindow,
+    ) -> Result<Vec<Saved>> {
         let Some((last, before)) = self.layers[layers.clone()].split_last() else {
             return Ok(Vec::new());
         };
-        let (x, mut all) = self.run(layers.start..layers.start + before.len(), x, ctx)?;
+        let (x, mut all) = self.run(layers.start..layers.start + before.len(), x, ctx, units)?;
+        units.advance()?;
         all.push(last.recompute(x, ctx)?);
         Ok(all)
     }
 
-    fn first(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(Stream, Option<Saved>)> {
+    fn first(
+        &self,
+        input: Option<Tensor>,
+        ctx: &Ctx,
+        units: &mut UnitWindow,
+    ) -> Result<(Stream, Option<Saved>)> {
         match (&self.input, input) {
-            (Some(own), None) => own.forward(ctx).map(|(x, saved)| (x, Some(saved))),
+            (Some(own), None) => {
+                units.advance()?;
+                own.forward(ctx).map(|(x, saved)| (x, Some(saved)))
+            }
             (None, Some(x)) => Ok((Stream(x), None)),
             _ => Err(Error::config("internal error: a chunk makes its input or is given one")),
         }
@@ -83,27 +127,31 @@ impl Chunk {
     /// # Errors
     /// If a kernel or a collective fails.
     pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
-        let (mut x, input) = self.first(input, ctx)?;
+        let mut units = UnitWindow::new(ctx.params, || self.units().collect());
+        let (mut x, input) = self.first(input, ctx, &mut units)?;
         let mut segments = Vec::new();
         for (layers, recompute) in self.recompute.segments(self.layers.len()) {
             let segment = if recompute {
                 let kept = x.clone();
-                x = self.run(layers.clone(), x, ctx)?.0;
+                x = self.run(layers.clone(), x, ctx, &mut units)?.0;
                 Segment::Input(kept)
             } else {
-                let (y, saved) = self.run(layers.clone(), x, ctx)?;
+                let (y, saved) = self.run(layers.clone(), x, ctx, &mut units)?;
                 x = y;
                 Segment::Kept(saved)
             };
             segments.push((layers, segment));
         }
-        match &self.output {
+        let (made, output) = match &self.output {
             Some(output) => {
+                units.advance()?;
                 let (loss, saved) = output.forward(x, ctx)?;
-                Ok((ChunkOutput::Loss(loss), SavedChunk { input, segments, output: Some(saved) }))
+                (ChunkOutput::Loss(loss), Some(saved))
             }
-            None => Ok((ChunkOutput::Stream(x.0), SavedChunk { input, segments, output: None })),
-        }
+            None => (ChunkOutput::Stream(x.0), None),
+        };
+        units.finish()?;
+        Ok((made, SavedChunk { input, segments, output }))
     }
 
     /// Allocates each layer's cache for `positions` tokens of `batch` samples in generation.
@@ -126,8 +174,12 @@ impl Chunk {
         starts: &[usize],
         ctx: &Ctx,
     ) -> Result<Stream> {
+        let mut units = UnitWindow::new(ctx.params, || self.units().collect());
         let mut x = match (&self.input, input) {
-            (Some(own), None) => own.decode(starts, ctx)?,
+            (Some(own), None) => {
+                units.advance()?;
+                own.decode(starts, ctx)?
+            }
             (None, Some(x)) => Stream(x),
             _ => {
                 return Err(Error::config(
@@ -136,9 +188,29 @@ impl Chunk {
             }
         };
         for (layer, cache) in self.layers.iter().zip(caches) {
+            units.advance()?;
             x = layer.decode(x, cache, starts, ctx)?;
         }
+        units.finish()?;
         Ok(x)
+    }
+
+    /// [`Output::logits_at`], on the last virtual stage.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn logits_at(
+        &self,
+        output: &dyn Output,
+        x: &Stream,
+        rows: &[usize],
+        ctx: &Ctx,
+    ) -> Result<Tensor> {
+        let mut units = UnitWindow::new(ctx.params, || vec![output.params()]);
+        units.advance()?;
+        let logits = output.logits_at(x, rows, ctx)?;
+        units.finish()?;
+        Ok(logits)
     }
 
     /// Runs the chunk backward. `dy` is the next stage's gradient; `None` on the last virtual
@@ -155,8 +227,10 @@ impl Chunk {
         ctx: &Ctx,
         ready: &mut dyn FnMut(&[ParamId]) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        let mut units = UnitWindow::new(ctx.params, || self.units_in_backward(&saved.segments));
         let mut dx = match (&self.output, saved.output, dy) {
             (Some(output), Some(saved), None) => {
+                units.advance()?;
                 let dx = output.backward(saved, ctx)?;
                 ready(&output.params())?;
                 dx
@@ -171,20 +245,24 @@ impl Chunk {
         for (layers, segment) in saved.segments.into_iter().rev() {
             let saved = match segment {
                 Segment::Kept(saved) => saved,
-                Segment::Input(x) => self.recompute(layers.clone(), x, ctx)?,
+                Segment::Input(x) => self.recompute(layers.clone(), x, ctx, &mut units)?,
             };
             for (layer, saved) in self.layers[layers].iter().zip(saved).rev() {
+                units.advance()?;
                 dx = layer.backward(dx, saved, ctx)?;
                 ready(&layer.params())?;
             }
         }
-        match (&self.input, saved.input) {
+        let dx = match (&self.input, saved.input) {
             (Some(input), Some(saved)) => {
+                units.advance()?;
                 input.backward(dx, saved, ctx)?;
                 ready(&input.params())?;
-                Ok(None)
+                None
             }
-            _ => Ok(Some(dx.0)),
-        }
+            _ => Some(dx.0),
+        };
+        units.finish()?;
+        Ok(dx)
     }
 }

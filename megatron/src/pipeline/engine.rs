@@ -41,6 +41,10 @@ pub struct Stage {
 pub trait GradientListener {
     /// The gradients of `params` are complete on this rank.
     fn ready(&mut self, params: &[ParamId], store: &ParamStore) -> Result<()>;
+    /// Whether it is told after every microbatch, rather than after a step's last one alone.
+    fn after_every_microbatch(&self) -> bool {
+        false
+    }
 }
 
 type Key = (usize, usize); // microbatch, chunk
@@ -126,7 +130,7 @@ impl Stage {
         let mut delayed: HashMap<Key, DelayedWeightGradients> = HashMap::new();
         let mut sends: Vec<Work> = Vec::new();
         let mut losses = Losses(vec![None; batches.len()]);
-        let last = batches.len() - 1;
+        let (last, every) = (batches.len() - 1, gradients.after_every_microbatch());
         let trains = matches!(phase, Phase::Train { .. });
         for action in &schedule.stages[self.pp.rank()] {
             match *action {
@@ -174,7 +178,7 @@ impl Stage {
                     // the gradients.
                     let mut completes = Vec::new();
                     let mut ready = |params: &[ParamId]| {
-                        if microbatch != last {
+                        if microbatch != last && !every {
                             return Ok(());
                         }
                         let (owing, complete): (Vec<_>, Vec<_>) =

@@ -108,7 +108,7 @@ impl AutogradLayer {
         let mut vars = Vec::with_capacity(self.params.len());
         let mut by_name = HashMap::new();
         for (name, id) in &self.params {
-            let var = Var::from_tensor(ctx.weight(*id))?;
+            let var = Var::from_tensor(&ctx.weight(*id)?)?;
             by_name.insert(name.clone(), var.as_tensor().clone());
             vars.push(var);
         }
@@ -140,7 +140,7 @@ impl Layer for AutogradLayer {
         }
         let built = self.built(ctx)?;
         for (var, (_, id)) in built.vars.iter().zip(&self.params) {
-            var.set(ctx.weight(*id))?;
+            var.set(&ctx.weight(*id)?)?;
         }
         let x = batch_first(&ctx.tp.enter(&x)?.0)?;
         let x = Var::from_tensor(&x)?;

@@ -124,7 +124,10 @@ impl Ctx<'_> {
     }
 
     /// The weight of one of this stage's parameters, in local shape.
-    pub fn weight(&self, id: ParamId) -> &Tensor {
+    ///
+    /// # Errors
+    /// As [`ParamStore::weight`].
+    pub fn weight(&self, id: ParamId) -> Result<Tensor> {
         self.params.weight(id)
     }
 

@@ -111,10 +111,10 @@ impl Embedding {
 
     fn embed(&self, positions: &Tensor, ctx: &Ctx) -> Result<(Stream, SavedEmbedding)> {
         let first = self.spec.first_row(ctx.tp.rank());
-        let local = kernels::ops::embedding::embedding(ctx.tokens, ctx.weight(self.word), first)?;
+        let local = kernels::ops::embedding::embedding(ctx.tokens, &ctx.weight(self.word)?, first)?;
         let x = ctx.tp.exit(Partial(local))?;
         if let Some(position) = self.position {
-            let rows = kernels::ops::embedding::embedding(positions, ctx.weight(position), 0)?;
+            let rows = kernels::ops::embedding::embedding(positions, &ctx.weight(position)?, 0)?;
             kernels::ops::reduce::add_inplace(&x.0, &rows)?;
         }
         let (x, saved) = match &self.norm {
@@ -166,6 +166,11 @@ impl Input for Embedding {
     fn params(&self) -> Vec<ParamId> {
         let norm = self.norm.as_ref().map(Norm::params).into_iter().flatten();
         [self.word].into_iter().chain(self.position).chain(norm).collect()
+    }
+
+    /// Those of the norm: tables are only added to.
+    fn weights_in_backward(&self) -> Vec<ParamId> {
+        self.norm.as_ref().map(Norm::params).into_iter().flatten().collect()
     }
 
     /// Runs without sequence parallelism.

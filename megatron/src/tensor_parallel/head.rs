@@ -63,7 +63,7 @@ impl Head {
         let (labels, mask) = (ctx.labels.flatten_all()?, ctx.loss_mask.flatten_all()?);
         let weights = ctx.loss_weights.map(Tensor::flatten_all).transpose()?;
         let (weight, columns, device) =
-            (ctx.weight(self.output), self.spec.padded / self.spec.tp, xs.device());
+            (ctx.weight(self.output)?, self.spec.padded / self.spec.tp, xs.device());
         // All chunks reuse this memory: for their logits, and for the logits' gradient if it is
         // rounded.
         let wide = if xs.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -83,7 +83,7 @@ impl Head {
                 weights: weights.as_ref().map(part).transpose()?,
             };
             let logits = FeatureSharded(buffer.narrow(0, 0, count)?);
-            linear_into(&x, weight, None, &logits.0.narrow(1, 0, columns)?)?;
+            linear_into(&x, &weight, None, &logits.0.narrow(1, 0, columns)?)?;
             let Some(dxs) = &dxs else {
                 self.loss.forward(&logits, &targets, &loss_sum, ctx)?;
                 continue;
@@ -94,7 +94,7 @@ impl Head {
             let dlogits = rounded.unwrap_or(logits).0.narrow(1, 0, columns)?;
             // The product runs now, because the next chunk overwrites its operand.
             ctx.weight_grad_now(&dlogits, &x, self.output)?;
-            linear_dgrad_into(&dlogits, weight, &dxs.narrow(0, first, count)?)?;
+            linear_dgrad_into(&dlogits, &weight, &dxs.narrow(0, first, count)?)?;
         }
         Ok(loss_sum)
     }
@@ -130,6 +130,11 @@ impl Output for Head {
         self.norm.params().chain([self.output]).collect()
     }
 
+    /// None: forward has made all gradients.
+    fn weights_in_backward(&self) -> Vec<ParamId> {
+        Vec::new()
+    }
+
     fn logits_at(&self, x: &Stream, rows: &[usize], ctx: &Ctx) -> Result<Tensor> {
         let (normed, _) = self.norm.forward(x, ctx)?;
         let whole = ctx.tp.enter(&normed)?;
@@ -138,7 +143,8 @@ impl Output for Head {
             rows.iter().enumerate().map(|(sample, row)| (row * batch + sample) as u32).collect();
         let wanted = upload(wanted, rows.len(), whole.0.device())?;
         let picked = whole.0.reshape((seq * batch, hidden))?.index_select(&wanted, 0)?;
-        let local = linear_to_f32(&picked, ctx.weight(self.output), None)?.to_dtype(DType::F32)?;
+        let local =
+            linear_to_f32(&picked, &ctx.weight(self.output)?, None)?.to_dtype(DType::F32)?;
         let (tp, width) = (ctx.tp.size(), self.spec.padded / self.spec.tp);
         let all = if tp == 1 {
             local

@@ -129,6 +129,10 @@ pub trait Input: Send + Sync {
     fn backward(&self, dy: Stream, saved: Saved, ctx: &Ctx) -> Result<()>;
     /// Every parameter whose gradient is complete after `backward` has returned.
     fn params(&self) -> Vec<ParamId>;
+    /// Parameters whose weights `backward` reads. Under ZeRO-3 they are gathered for it.
+    fn weights_in_backward(&self) -> Vec<ParamId> {
+        self.params()
+    }
     /// The stream of the next tokens of each sample; sample i's first token has position
     /// `starts[i]`.
     ///
@@ -151,6 +155,10 @@ pub trait Output: Send + Sync {
     fn backward(&self, saved: Saved, ctx: &Ctx) -> Result<Stream>;
     /// Every parameter whose gradient is complete after `backward` has returned.
     fn params(&self) -> Vec<ParamId>;
+    /// Parameters whose weights `backward` reads. Under ZeRO-3 they are gathered for it.
+    fn weights_in_backward(&self) -> Vec<ParamId> {
+        self.params()
+    }
     /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
     /// every tp rank, without padding.
     ///

@@ -81,8 +81,12 @@ impl ColumnParallelLinear {
 
     /// `[s, b, in]` → `[s, b, out/tp]`.
     pub fn forward(&self, x: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
-        let bias = self.bias.map(|id| ctx.weight(id));
-        Ok(FeatureSharded(kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), bias)?))
+        let bias = self.bias.map(|id| ctx.weight(id)).transpose()?;
+        Ok(FeatureSharded(kernels::ops::linear::linear(
+            &x.0,
+            &ctx.weight(self.weight)?,
+            bias.as_ref(),
+        )?))
     }
 
     /// As [`forward`](Self::forward), and also returns GELU of the output.
@@ -91,8 +95,9 @@ impl ColumnParallelLinear {
         x: &Replicated,
         ctx: &Ctx,
     ) -> Result<(FeatureSharded, FeatureSharded)> {
-        let bias = self.bias.map(|id| ctx.weight(id));
-        let (h, y) = kernels::ops::linear::linear_gelu(&x.0, ctx.weight(self.weight), bias)?;
+        let bias = self.bias.map(|id| ctx.weight(id)).transpose()?;
+        let (h, y) =
+            kernels::ops::linear::linear_gelu(&x.0, &ctx.weight(self.weight)?, bias.as_ref())?;
         Ok((FeatureSharded(h), FeatureSharded(y)))
     }
 
@@ -105,7 +110,7 @@ impl ColumnParallelLinear {
     /// weight's gradient is computed.
     pub fn backward(&self, dy: &FeatureSharded, input: &Stream, ctx: &Ctx) -> Result<Stream> {
         let x = ctx.tp.begin_enter(input)?;
-        let dx = Partial(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?);
+        let dx = Partial(kernels::ops::linear::linear_dgrad(&dy.0, &ctx.weight(self.weight)?)?);
         let x = x.finish()?;
         let dx = ctx.tp.begin_enter_backward(dx)?;
         ctx.weight_grad(&dy.0, &x.0, self.weight)?;
@@ -169,26 +174,32 @@ impl RowParallelLinear {
     /// `[s, b, in/tp]` → the residual stream, `[s, b, out]`: the sum over tp plus bias, added to
     /// the residual.
     pub fn forward(&self, x: &FeatureSharded, join: &Join, ctx: &Ctx) -> Result<Stream> {
-        let (weight, bias) = (ctx.weight(self.weight), self.bias.map(|id| ctx.weight(id)));
+        let bias = self.bias.map(|id| ctx.weight(id)).transpose()?;
         let (residual, dropout) = (&join.residual.0, join.dropout.as_ref());
         if let Some(y) = join.place()? {
-            kernels::ops::linear::linear_add_into(&x.0, weight, bias, residual, y)?;
+            kernels::ops::linear::linear_add_into(
+                &x.0,
+                &ctx.weight(self.weight)?,
+                bias.as_ref(),
+                residual,
+                y,
+            )?;
             return Ok(Stream(y.clone()));
         }
         let y = self.sum(x, ctx)?;
-        Ok(Stream(bias_dropout_add(&y.0, bias, Some(residual), dropout)?))
+        Ok(Stream(bias_dropout_add(&y.0, bias.as_ref(), Some(residual), dropout)?))
     }
 
     /// `[s, b, in/tp]` → `[s, b, out]`, split like the residual stream: the sum over tp plus bias,
     /// without a residual.
     pub fn project(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
-        let bias = self.bias.map(|id| ctx.weight(id));
-        Ok(Stream(bias_dropout_add(&self.sum(x, ctx)?.0, bias, None, None)?))
+        let bias = self.bias.map(|id| ctx.weight(id)).transpose()?;
+        Ok(Stream(bias_dropout_add(&self.sum(x, ctx)?.0, bias.as_ref(), None, None)?))
     }
 
     /// The sum over tp, without bias.
     fn sum(&self, x: &FeatureSharded, ctx: &Ctx) -> Result<Stream> {
-        let y = kernels::ops::linear::linear(&x.0, ctx.weight(self.weight), None)?;
+        let y = kernels::ops::linear::linear(&x.0, &ctx.weight(self.weight)?, None)?;
         ctx.tp.exit(Partial(y))
     }
 
@@ -214,7 +225,7 @@ impl RowParallelLinear {
 
     /// Gradient of the input.
     pub fn backward_input(&self, dy: &Replicated, ctx: &Ctx) -> Result<FeatureSharded> {
-        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad(&dy.0, ctx.weight(self.weight))?))
+        Ok(FeatureSharded(kernels::ops::linear::linear_dgrad(&dy.0, &ctx.weight(self.weight)?)?))
     }
 
     /// Gradient of `h`, when the input is GELU of `h`.
@@ -226,7 +237,7 @@ impl RowParallelLinear {
     ) -> Result<FeatureSharded> {
         Ok(FeatureSharded(kernels::ops::linear::linear_dgrad_gelu(
             &dy.0,
-            ctx.weight(self.weight),
+            &ctx.weight(self.weight)?,
             h,
         )?))
     }
@@ -238,7 +249,7 @@ impl RowParallelLinear {
         h: &Tensor,
         ctx: &Ctx,
     ) -> Result<[FeatureSharded; 2]> {
-        Ok(kernels::ops::linear::linear_dgrad_gelu_recompute(&dy.0, ctx.weight(self.weight), h)?
+        Ok(kernels::ops::linear::linear_dgrad_gelu_recompute(&dy.0, &ctx.weight(self.weight)?, h)?
             .map(FeatureSharded))
     }
 

@@ -56,9 +56,11 @@ impl Norm {
 
     /// Returns the normalized stream, and the row statistics for backward.
     pub fn forward(&self, x: &Stream, ctx: &Ctx) -> Result<(Stream, NormStats)> {
-        let weight = ctx.weight(self.weight);
+        let weight = &ctx.weight(self.weight)?;
         let (y, stats) = match self.bias {
-            Some(bias) => kernels::ops::norm::layer_norm(&x.0, weight, ctx.weight(bias), self.eps)?,
+            Some(bias) => {
+                kernels::ops::norm::layer_norm(&x.0, weight, &ctx.weight(bias)?, self.eps)?
+            }
             None => kernels::ops::norm::rms_norm(&x.0, weight, self.eps)?,
         };
         Ok((Stream(y), stats))
@@ -96,7 +98,7 @@ impl Norm {
         around: Option<&Tensor>,
         ctx: &Ctx,
     ) -> Result<Stream> {
-        let (weight, dweight) = (ctx.weight(self.weight), ctx.params.grad(self.weight)?);
+        let (weight, dweight) = (&ctx.weight(self.weight)?, ctx.params.grad(self.weight)?);
         let dx = match self.bias {
             Some(bias) => {
                 let dbias = ctx.params.grad(bias)?;

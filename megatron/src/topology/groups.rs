@@ -1,7 +1,9 @@
 //! The communicators of one rank, split off the world along the axes of its grid.
 
 use super::{Axis, RankGrid};
+use crate::comm::threads::solo;
 use crate::comm::{Communicator, Group};
+use crate::params::Replica;
 use crate::{Error, Result};
 
 /// The groups a rank belongs to. Members of a group are ordered by their index on its axis.
@@ -82,6 +84,49 @@ impl ProcessGroups {
         let embedding = grid.embedding_group(rank).filter(|ranks| ranks.contains(&rank));
         let groups = axes.into_iter().chain([grid.replica_group(rank)]).chain(embedding);
         usize::from(grid.world() > 1) + groups.filter(|ranks| ranks.len() > 1).count()
+    }
+}
+
+/// The ranks that hold this rank's parameters: cp × dp.
+#[derive(Clone)]
+pub struct ReplicaGroups {
+    /// All of them. Gradients are summed over them.
+    pub all: Group,
+    /// Those that shard buffers among them: all, without hybrid sharding.
+    pub shards: Group,
+    /// Those that have the same shards: this rank alone, without hybrid sharding.
+    pub copies: Group,
+}
+
+impl ReplicaGroups {
+    /// One copy of all shards.
+    pub fn whole(all: Group) -> Self {
+        Self { shards: all.clone(), copies: solo(), all }
+    }
+
+    /// `num_copies` copies of consecutive ranks, each of which shards buffers among its ranks.
+    /// Collective over `all`.
+    ///
+    /// # Errors
+    /// If `num_copies` does not divide the ranks, or splitting fails.
+    pub fn new(all: Group, num_copies: usize) -> Result<Self> {
+        if num_copies == 1 {
+            return Ok(Self::whole(all));
+        }
+        let (rank, size) = (all.rank(), all.size());
+        if num_copies == 0 || !size.is_multiple_of(num_copies) {
+            return Err(Error::config(format!(
+                "num_distributed_optimizer_instances = {num_copies} does not divide the {size} replicas (dp · cp)"
+            )));
+        }
+        let Replica { shard, copy, .. } = Replica::new(rank, size, num_copies);
+        let part = |name, color| required(all.split(name, Some(color), rank)?, name);
+        Ok(Self { shards: part("shards", copy)?, copies: part("copies", shard)?, all })
+    }
+
+    /// This rank among them.
+    pub fn replica(&self) -> Replica {
+        Replica::new(self.all.rank(), self.all.size(), self.copies.size())
     }
 }
 

@@ -28,4 +28,4 @@ mod grid;
 mod groups;
 
 pub use grid::{Axis, Coords, GridSizes, RankGrid, Sourced};
-pub use groups::ProcessGroups;
+pub use groups::{ProcessGroups, ReplicaGroups};

@@ -8,9 +8,10 @@ use std::ops::Range;
 
 use candle_core::DType;
 
-use super::model::{ModelBuilder, SavedActivations, declare_stage, layers_of_chunks};
+use super::model::{ModelBuilder, SavedActivations, layers_of_chunks, layout_of_stage, placements};
 use crate::Result;
 use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recompute, RunConfig};
+use crate::params::{ElementCounts, Placement, Placements};
 use crate::pipeline::{Action, generate};
 use crate::topology::RankGrid;
 
@@ -41,14 +42,17 @@ impl Footprint {
     /// If the model cannot be split by the layout.
     pub fn of_stages(config: &RunConfig, model: &dyn ModelBuilder) -> Result<Vec<Self>> {
         let p = &config.parallel;
-        let (pp, tp) = (p.pipeline_model_parallel_size, p.tensor_model_parallel_size);
-        let replicas = RankGrid::from_config(p)?.num_replicas();
+        let pp = p.pipeline_model_parallel_size;
         let layers = layers_of_chunks(p, model)?;
         let of_stage = |stage: usize| {
-            let placement = declare_stage(p, model, stage)?.1.place(p.bucket_size, replicas, tp);
-            let elements: usize = placement.buckets.iter().map(|bucket| bucket.len).sum();
-            let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
-            let mut footprint = Self::of_parameters(config, elements as f64, stepped as f64);
+            let (layout, placements) = (layout_of_stage(p, model, stage)?, placements(p));
+            let stepped = match placements.optimizer {
+                Placement::Sharded => layout.len() / p.num_shards(),
+                Placement::Replicated => layout.len(),
+            };
+            let ElementCounts { weights, gradients } = layout.elements(placements, p.num_shards());
+            let elements = (weights as f64, gradients as f64);
+            let mut footprint = Self::of_parameters(config, elements, stepped as f64);
             let chunks = layers.iter().skip(stage).step_by(pp);
             let kept = chunks
                 .map(|layers| kept_of_microbatch(config, model.saved_activations(), layers.len()))
@@ -78,16 +82,24 @@ impl Footprint {
         let parameters = layers * (2.0 * hidden * ffn + attention) + m.vocab_size as f64 * hidden;
         // Every rank of a stage holds all positions.
         let elements = parameters / (tp * pp) + positions * hidden / pp;
-        let replicas = p.data_parallel_size as f64 * cp;
-        let stepped = if p.use_distributed_optimizer { elements / replicas } else { elements };
+        let shards =
+            p.data_parallel_size as f64 * cp / p.num_distributed_optimizer_instances.max(1) as f64;
+        let of = |placement| match placement {
+            Placement::Sharded => elements / shards,
+            Placement::Replicated => elements,
+        };
+        // Sizes may be wrong by typing; that there are several shards is all that counts.
+        let Placements { weights, gradients, optimizer } =
+            Placements::of_zero_stage(p.zero_stage, if shards > 1.0 { 2 } else { 1 });
         // The input of a microbatch's first layer.
         let stream = hidden / if p.sequence_parallel { tp } else { 1.0 };
         let activations = tokens(config) * stream * size_of(config.training.precision.dtype());
-        Self { activations, ..Self::of_parameters(config, elements, stepped) }
+        let counts = (of(weights), of(gradients));
+        Self { activations, ..Self::of_parameters(config, counts, of(optimizer)) }
     }
 
     /// The footprint of a rank with `elements` parameters that updates `stepped` of them.
-    fn of_parameters(config: &RunConfig, elements: f64, stepped: f64) -> Self {
+    fn of_parameters(config: &RunConfig, (weights, gradients): (f64, f64), stepped: f64) -> Self {
         let (dtype, o) = (config.training.precision.dtype(), &config.optimizer);
         let main = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let master = match dtype {
@@ -104,8 +116,8 @@ impl Footprint {
             (_, OptimizerKind::Sgd) => size_of(main),
         };
         Self {
-            weights: elements * size_of(dtype),
-            gradients: elements * size_of(main),
+            weights: weights * size_of(dtype),
+            gradients: gradients * size_of(main),
             masters: stepped * master,
             moments: stepped * moments,
             activations: 0.0,
@@ -204,9 +216,14 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     let (p, t, o) = (&config.parallel, &config.training, &config.optimizer);
     let (dp, replicas) = (p.data_parallel_size, p.data_parallel_size * p.context_parallel_size);
     let mut flags = Vec::new();
-    if replicas > 1 && !p.use_distributed_optimizer {
+    if replicas > 1 && p.zero_stage == 0 {
         flags.push(format!(
             "--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"
+        ));
+    }
+    if replicas > 1 && p.zero_stage < 3 {
+        flags.push(format!(
+            "--zero-stage 3 (cuts weights, gradients and optimizer state over {replicas} replicas)"
         ));
     }
     if dp > 1 {
@@ -246,7 +263,7 @@ mod tests {
 
     fn config() -> RunConfig {
         let mut config = valid();
-        config.parallel.use_distributed_optimizer = false;
+        config.parallel.zero_stage = 0;
         config
     }
 
@@ -254,7 +271,7 @@ mod tests {
     fn a_parameter_takes_what_its_dtypes_take() {
         let mut config = config();
         let of = |config: &RunConfig| {
-            Footprint::of_parameters(config, 100.0, 50.0).parts().map(|(_, bytes)| bytes)
+            Footprint::of_parameters(config, (100.0, 100.0), 50.0).parts().map(|(_, bytes)| bytes)
         };
         assert_eq!(of(&config), [400.0, 400.0, 0.0, 400.0, 0.0]);
         config.training.precision = Precision::Bf16;

@@ -242,7 +242,9 @@ impl<'a> Session<'a> {
             let x = chunk.decode(input, caches, starts, &ctx)?;
             match &chunk.output {
                 Some(head) => {
-                    return Ok(Some(head.logits_at(&x, rows, &ctx)?.to_device(&Device::Cpu)?));
+                    return Ok(Some(
+                        chunk.logits_at(head.as_ref(), &x, rows, &ctx)?.to_device(&Device::Cpu)?,
+                    ));
                 }
                 None => stage.pp.send(&x.0, (rank + 1) % pp, Payload::Activation.tag())?.wait()?,
             }
@@ -321,6 +323,7 @@ impl Stage {
                 open[i] = new[i].len() < length.tokens && lengths[i] < positions;
             }
             if !open.contains(&true) {
+                self.params.release_weights()?;
                 return Ok(new);
             }
             // Finished samples stay in the batch. Their input is ignored, but must be a valid

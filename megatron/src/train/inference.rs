@@ -4,37 +4,46 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::model::{ModelBuilder, declare_stage};
+use super::model::{ModelBuilder, bucket_limit, declare_stage, placements};
 use super::trainer::NoGradients;
 use crate::comm::{Group, ReduceOp};
 use crate::config::{ModelConfig, ParallelConfig};
 use crate::context_parallel::ContextParallel;
 use crate::data::Loader;
-use crate::params::{Role, ShardRef, StateKind, StoreOptions};
+use crate::params::{BucketLimit, Placements, Role, ShardRef, StateKind, StoreOptions};
 use crate::pipeline::{Stage, forward_only};
 use crate::tensor_parallel::{Phase, TensorParallel};
-use crate::topology::{ProcessGroups, RankGrid};
+use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Result, checkpoint};
 
-/// One rank's layers, with weights that are not initialized yet.
+/// One rank's layers, with weights that are not initialized yet. Nothing is sharded without
+/// `sharding`.
 pub(super) fn build_stage(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
     groups: &ProcessGroups,
+    sharding: Option<ReplicaGroups>,
     hidden: usize,
     seed: u64,
     dtype: DType,
     device: &Device,
 ) -> Result<Stage> {
     let (chunks, builder) = declare_stage(parallel, model, groups.pp.rank())?;
-    let params = builder.build(&StoreOptions {
+    let (placements, limit) = match &sharding {
+        Some(_) => (placements(parallel), bucket_limit(parallel)),
+        None => (Placements::REPLICATED, BucketLimit::Elements(parallel.bucket_size)),
+    };
+    let sharding = sharding.unwrap_or_else(|| ReplicaGroups::whole(groups.replicas.clone()));
+    let mut params = builder.build(&StoreOptions {
         dtype,
         device: device.clone(),
-        bucket_size: parallel.bucket_size,
-        dp: groups.replicas.size(),
+        limit,
+        placements,
+        replica: sharding.replica(),
         tp: groups.tp.size(),
         tp_rank: groups.tp.rank(),
     })?;
+    params.lend_over(sharding.shards, parallel.zero_reshard_after_forward);
     Ok(Stage {
         chunks,
         params,
@@ -71,7 +80,8 @@ impl Inference {
         device: &Device,
     ) -> Result<Self> {
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
-        let stage = build_stage(parallel, model, &groups, config.hidden_size, 0, dtype, device)?;
+        let stage =
+            build_stage(parallel, model, &groups, None, config.hidden_size, 0, dtype, device)?;
         stage.cp.connect(device)?;
         Ok(Self { groups, stage })
     }
@@ -81,20 +91,15 @@ impl Inference {
     /// # Errors
     /// If the checkpoint is damaged or belongs to another model.
     pub fn load(&self, path: &Path) -> Result<()> {
-        let stored = self
-            .stage
-            .params
-            .iter()
-            .map(|(_, param)| param)
-            .filter(|p| !matches!(p.role, Role::TiedUse(_)));
-        let shards = stored.map(|param| {
+        let stored = self.stage.params.iter().filter(|(_, p)| !matches!(p.role, Role::TiedUse(_)));
+        let shards = stored.map(|(id, param)| {
             Ok(ShardRef {
                 name: param.spec.name.clone(),
                 kind: StateKind::Param,
                 global_shape: param.spec.shape.clone(),
                 partition: None,
                 pieces: param.pieces.clone(),
-                data: param.weight.flatten_all()?.into(),
+                data: self.stage.params.weight(id)?.flatten_all()?.into(),
             })
         });
         checkpoint::load(path, &shards.collect::<Result<Vec<_>>>()?)

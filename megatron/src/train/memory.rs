@@ -197,7 +197,7 @@ mod tests {
         );
         let limit = MemoryLimit { bytes: 2 << 30, by: "the limit of the control group" };
         let mut config = valid();
-        config.parallel.use_distributed_optimizer = false;
+        config.parallel.zero_stage = 0;
         let text = too_little(&config, &[small, large], limit).to_string();
         let words: Vec<Vec<&str>> =
             text.lines().map(|line| line.split_whitespace().collect()).collect();

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::Result;
 use crate::config::{ParallelConfig, PartitionMethod, Recompute};
 use crate::optim::written;
-use crate::params::{ParamShare, ParamsBuilder, Placement};
+use crate::params::{BucketLayout, BucketLimit, ParamShare, ParamsBuilder, Placements, Replica};
 use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
 use crate::topology::{Axis, RankGrid};
 
@@ -100,7 +100,33 @@ pub(super) fn declare_stage(
         chunks.push(model.chunk(ends, layers[virtual_stage].clone(), &mut params)?);
         params.next_chunk();
     }
+    params.set_units(chunks.iter().flat_map(Chunk::units));
     Ok((chunks, params))
+}
+
+/// What the replicas of a run shard.
+pub(super) fn placements(parallel: &ParallelConfig) -> Placements {
+    Placements::of_zero_stage(parallel.zero_stage, parallel.num_shards())
+}
+
+/// What a bucket of a run holds at most.
+pub(super) fn bucket_limit(parallel: &ParallelConfig) -> BucketLimit {
+    let delays = parallel.delay_wgrad_compute;
+    BucketLimit::of(placements(parallel), parallel.bucket_size, delays)
+}
+
+/// Where the parameters of stage `stage` lie.
+///
+/// # Errors
+/// If the model cannot be cut this way.
+pub(super) fn layout_of_stage(
+    parallel: &ParallelConfig,
+    model: &dyn ModelBuilder,
+    stage: usize,
+) -> Result<BucketLayout> {
+    let limit = bucket_limit(parallel);
+    let tp = parallel.tensor_model_parallel_size;
+    Ok(declare_stage(parallel, model, stage)?.1.place(limit, parallel.num_replicas(), tp))
 }
 
 /// The layers of each virtual stage.
@@ -157,8 +183,10 @@ pub(super) fn costs(
 /// made without running the ranks.
 pub struct Layout {
     grid: RankGrid,
-    /// Placement of the parameters on the ranks of each pipeline stage.
-    stages: Vec<Placement>,
+    /// Copies of all shards.
+    num_copies: usize,
+    /// Where the parameters lie on the ranks of each pipeline stage.
+    stages: Vec<BucketLayout>,
 }
 
 impl Layout {
@@ -168,13 +196,10 @@ impl Layout {
     /// If the model cannot be split this way.
     pub fn new(parallel: &ParallelConfig, model: &dyn ModelBuilder) -> Result<Self> {
         let grid = RankGrid::from_config(parallel)?;
-        let (replicas, tp) = (grid.num_replicas(), parallel.tensor_model_parallel_size);
-        let place = |stage| {
-            Ok(declare_stage(parallel, model, stage)?.1.place(parallel.bucket_size, replicas, tp))
-        };
-        let stages =
-            (0..parallel.pipeline_model_parallel_size).map(place).collect::<Result<_>>()?;
-        Ok(Self { grid, stages })
+        let stages = 0..parallel.pipeline_model_parallel_size;
+        let stages = stages.map(|stage| layout_of_stage(parallel, model, stage));
+        let num_copies = parallel.num_distributed_optimizer_instances;
+        Ok(Self { grid, num_copies, stages: stages.collect::<Result<_>>()? })
     }
 
     /// Number of ranks.
@@ -186,7 +211,8 @@ impl Layout {
     /// in the order of its file.
     pub fn written(&self, rank: usize) -> Vec<ParamShare> {
         let at = self.grid.coords(rank);
-        let replica = (self.grid.replica(rank), self.grid.num_replicas());
+        let (replica, replicas) = (self.grid.replica(rank), self.grid.num_replicas());
+        let replica = Replica::new(replica, replicas, self.num_copies);
         written(&self.stages[at.pp], (at.tp, self.grid.size(Axis::Tp)), replica)
     }
 }

@@ -61,9 +61,12 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     let (p, t) = (&config.parallel, &config.training);
     let mut flags = Vec::new();
     let (dp, cp) = (p.data_parallel_size, p.context_parallel_size);
-    if dp * cp > 1 && !p.use_distributed_optimizer {
+    if dp * cp > 1 && p.zero_stage == 0 {
         let over = if cp > 1 { format!("dp · cp = {dp} · {cp}") } else { format!("dp = {dp}") };
         flags.push(format!("--use-distributed-optimizer (cuts the optimizer's state over {over})"));
+    }
+    if dp * cp > 1 && p.zero_stage < 3 {
+        flags.push("--zero-stage 3 (cuts weights and gradients over them, too)".into());
     }
     if !states {
         if p.tensor_model_parallel_size > 1 && !p.sequence_parallel {
@@ -136,7 +139,7 @@ mod tests {
     fn the_error_says_what_was_wanted_what_holds_the_rest_and_what_helps() {
         let mut config = valid();
         let parallel = &mut config.parallel;
-        (parallel.sequence_parallel, parallel.use_distributed_optimizer) = (false, false);
+        (parallel.sequence_parallel, parallel.zero_stage) = (false, 0);
         (parallel.tensor_model_parallel_size, config.training.micro_batch_size) = (4, 8);
         let kept = vec![("weights", 1 << 30), ("main gradients", 2 << 30), ("master weights", 0)];
         let text = explain(exhausted(), &config, &Device::Cpu, &kept).to_string();

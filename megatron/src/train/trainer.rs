@@ -23,12 +23,12 @@ use crate::checkpoint::{FolderLock, Saving};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
 use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
-use crate::data_parallel::{GradientReducer, shard};
+use crate::data_parallel::GradientReducer;
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued, Rates, weight_decay_at};
 use crate::params::{ParamId, ParamStore};
 use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only};
 use crate::tensor_parallel::Phase;
-use crate::topology::{ProcessGroups, RankGrid};
+use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Error, Result};
 
 /// A queued step: its known values, and where to read its results.
@@ -141,30 +141,27 @@ impl Trainer {
         let groups = ProcessGroups::new(world, RankGrid::from_config(parallel)?)?;
         let (pp, v) = (parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_size);
         let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
+        let copies = parallel.num_distributed_optimizer_instances;
+        let replicas = ReplicaGroups::new(groups.replicas.clone(), copies)?;
+        let (sharding, hidden) = (Some(replicas.clone()), config.model.hidden_size);
         let mut stage =
-            build_stage(parallel, model, &groups, config.model.hidden_size, seed, dtype, device)?;
-        let (replica, replicas) = (groups.replicas.rank(), groups.replicas.size());
-        let sharded = parallel.use_distributed_optimizer;
-        stage
-            .params
-            .keep_masters(|len| if sharded { shard(len, replica, replicas) } else { 0..len })?;
+            build_stage(parallel, model, &groups, sharding, hidden, seed, dtype, device)?;
+        stage.params.keep_masters()?;
         stage.params.initialize(seed)?;
 
         let optimizer = Optimizer::new(
             &config.optimizer,
             &stage.params,
             groups.tp.clone(),
-            groups.replicas.clone(),
+            replicas.clone(),
             groups.pp.clone(),
-            sharded,
             seed,
         )?;
         let embedding = groups.embedding.clone().filter(|_| model.tied());
         let reducer = GradientReducer::new(
             groups.tp.clone(),
-            groups.replicas.clone(),
+            replicas,
             embedding,
-            sharded,
             parallel.overlap_grad_reduce,
         )
         .in_bf16(config.training.grad_reduce_in_bf16);
@@ -355,6 +352,7 @@ impl Trainer {
             }
             None => stage.run(schedule, &batches, phase, weight, &mut self.reducer)?,
         };
+        self.stage.params.release_weights()?;
         {
             let _span = span("finish gradients", Kind::Phase);
             self.reducer.finish(&self.stage.params)?;
@@ -528,6 +526,7 @@ impl Trainer {
                 .run(&self.eval_schedule, &batches, Phase::Evaluate, 0.0, &mut NoGradients)?
                 .sum()?;
         }
+        self.stage.params.release_weights()?;
         Ok(Some(self.sum_over_world(vec![self.loss_share(loss)])?[0] / tokens.max(1.0)))
     }
 

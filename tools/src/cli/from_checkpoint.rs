@@ -62,7 +62,7 @@ const REQUIRED: [&[&str]; 8] = [
 ];
 
 /// The layout: a run has its own as a whole, or the checkpoint's.
-const LAYOUT: [&str; 16] = [
+const LAYOUT: [&str; 17] = [
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -79,6 +79,7 @@ const LAYOUT: [&str; 16] = [
     "pipeline_extra_warmup",
     "delay_wgrad_compute",
     "sequence_parallel",
+    "num_distributed_optimizer_instances",
 ];
 
 /// Settings of a loss scale that adapts itself.

@@ -3,7 +3,7 @@
 use megatron::comm::RankInfo;
 use megatron::config::{Origins, ParallelConfig, ScheduleKind};
 
-use super::flags::LayoutFlags;
+use super::flags::{LayoutFlags, STRATEGIES};
 use super::partition::Split;
 use crate::error::{Error, Result};
 
@@ -96,10 +96,40 @@ impl LayoutResolver<'_> {
             // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns
             // it off, too.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
-            use_distributed_optimizer: p.use_distributed_optimizer,
+            zero_stage: self.zero_stage()?,
+            num_distributed_optimizer_instances: p.num_distributed_optimizer_instances,
+            zero_reshard_after_forward: p.zero_reshard_after_forward,
             overlap_grad_reduce: p.overlap_grad_reduce,
             bucket_size,
         })
+    }
+
+    /// ZeRO's stage, by whichever of its three names. --use-distributed-optimizer means at least 1.
+    fn zero_stage(&self) -> Result<u8> {
+        let p = self.flags;
+        let by_strategy = p.data_parallel_sharding_strategy.as_deref().and_then(|strategy| {
+            let stage = STRATEGIES.iter().position(|name| *name == strategy)? as u8;
+            Some((stage, self.origins.cite("data_parallel_sharding_strategy", strategy)))
+        });
+        let by_number = p.zero_stage.map(|stage| (stage, self.origins.cite("zero_stage", stage)));
+        let by_switch = p
+            .use_distributed_optimizer
+            .then(|| (1, self.origins.cite("use_distributed_optimizer", true)));
+        let says = |stage: u8| STRATEGIES[usize::from(stage)];
+        match (by_number, by_strategy, by_switch) {
+            (Some((a, number)), Some((b, strategy)), _) if a != b => Err(Error::usage(format!(
+                "{number} is {}, and {strategy} is stage {b}; leave one of them out",
+                says(a)
+            ))),
+            (Some((0, none)), _, Some((_, switch))) | (_, Some((0, none)), Some((_, switch))) => {
+                Err(Error::usage(format!(
+                    "{switch} shards the optimizer's state, and {none} shards nothing; leave one of them out"
+                )))
+            }
+            (number, strategy, switch) => {
+                Ok(number.or(strategy).or(switch).map_or(0, |(stage, _)| stage))
+            }
+        }
     }
 
     /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.

@@ -108,8 +108,11 @@ pub fn describe_layout(p: &ParallelConfig) -> String {
     if p.virtual_pipeline_size > 1 {
         text.push_str(&format!(" · {} virtual stages each", p.virtual_pipeline_size));
     }
-    if p.use_distributed_optimizer {
-        text.push_str(" · ZeRO-1");
+    if p.zero_stage > 0 {
+        text.push_str(&format!(" · ZeRO-{}", p.zero_stage));
+    }
+    if p.num_distributed_optimizer_instances > 1 {
+        text.push_str(&format!(" in {} copies", p.num_distributed_optimizer_instances));
     }
     text
 }

@@ -23,7 +23,7 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
 pub use model::ModelFlags;
 pub use optimizer::{IncreaseStyle, MomentFlags, OptimizerFlags};
-pub use parallel::{LayoutFlags, ParallelFlags};
+pub use parallel::{LayoutFlags, ParallelFlags, STRATEGIES};
 pub use tokenizer::{ChosenTokenizer, TokenizerFlags};
 pub use training::{Granularity, PrecisionFlags, RecomputeFlags, TrainingFlags};
 

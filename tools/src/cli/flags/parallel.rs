@@ -93,9 +93,24 @@ pub struct LayoutFlags {
     /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub sequence_parallel: bool,
-    /// ZeRO-1: cut optimizer state over the replicas
+    /// ZeRO-1: cut optimizer state over the replicas, as --zero-stage 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub use_distributed_optimizer: bool,
+    /// Stage of ZeRO: replicas share nothing (0), optimizer state (1), gradients, too (2), and
+    /// weights, too (3), as FSDP does [default: 0]
+    #[arg(long, value_name = "0|1|2|3", value_parser = clap::value_parser!(u8).range(..=3))]
+    pub zero_stage: Option<u8>,
+    /// The stage of ZeRO in Megatron-LM's words: 0, 1, 2 and 3 in this order
+    #[arg(long, value_name = "KIND", value_parser = PossibleValuesParser::new(STRATEGIES))]
+    pub data_parallel_sharding_strategy: Option<String>,
+    /// Hybrid sharding (HSDP): this many copies of all shards; each copy lies over neighbouring
+    /// replicas, and gradients are summed over the copies
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub num_distributed_optimizer_instances: usize,
+    /// ZeRO-3: free weights behind every pass, and gather them again for the next one. Without,
+    /// they stay from their first use in a step to its end, as FSDP's option of this name
+    #[arg(long, action = ArgAction::Set, default_value_t = true)]
+    pub zero_reshard_after_forward: bool,
     /// Reduce gradient buckets while backward still runs
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
@@ -104,6 +119,9 @@ pub struct LayoutFlags {
     #[arg(long, value_name = "N", alias = "ddp-bucket-size")]
     pub bucket_size: Option<usize>,
 }
+
+/// Megatron-LM's names of ZeRO's stages, from 0.
+pub const STRATEGIES: [&str; 4] = ["no_shard", "optim", "optim_grads", "optim_grads_params"];
 
 /// A [`PartitionMethod`] as it is written on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -56,7 +56,7 @@ const RUNS: [&str; 7] = [
      --initial-loss-scale=4096 --min-loss-scale=2 --loss-scale-window=20 --consecutive-hysteresis --recompute-granularity=selective \
      --tensor-model-parallel-size=2 --pipeline-model-parallel-size=2 --context-parallel-size=2 --data-parallel-size=2 --sequence-parallel \
      --num-virtual-stages-per-pipeline-rank=2 --pipeline-partition=1,3,3,1 --delay-wgrad-compute --use-distributed-optimizer \
-     --overlap-grad-reduce --global-batch-size=16",
+     --zero-reshard-after-forward=false --num-distributed-optimizer-instances=2 --overlap-grad-reduce --global-batch-size=16",
     "--data-path=x --train-iters=10 --fp16 --loss-scale=128 --pipeline-model-parallel-size=2 --pipeline-extra-warmup=1 \
      --pipeline-partition=parameters --optimizer=sgd --sgd-momentum=0.5 --clip-grad=0 --min-lr=1e-5 --weight-decay=0.1 \
      --start-weight-decay=0 --end-weight-decay=0.1 --weight-decay-incr-style=cosine --optimizer-cpu-offload",
@@ -112,6 +112,8 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
         "lr_wsd_decay_iters",
         "check_for_nan_in_loss_and_grad",
         "no_check_for_nan_in_loss_and_grad",
+        "use_distributed_optimizer",
+        "data_parallel_sharding_strategy",
     ];
     let of_machines = [
         "bucket_size",

@@ -164,7 +164,9 @@ impl Text {
             method => self.choice("pipeline_partition", method),
         }
         self.put("sequence_parallel", p.sequence_parallel);
-        self.put("use_distributed_optimizer", p.use_distributed_optimizer);
+        self.put("zero_stage", p.zero_stage);
+        self.put("num_distributed_optimizer_instances", p.num_distributed_optimizer_instances);
+        self.put("zero_reshard_after_forward", p.zero_reshard_after_forward);
         self.put("overlap_grad_reduce", p.overlap_grad_reduce);
     }
 

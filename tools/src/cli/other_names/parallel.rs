@@ -1,7 +1,7 @@
 //! How the model and the batch are cut over ranks, and how ranks talk.
 
 use super::Takes::{Nothing, One, Several};
-use super::{Entry, leave_out, refuse, unless, with};
+use super::{Entry, leave_out, refuse, unless};
 
 pub const TABLE: &[Entry] = &[
     leave_out(
@@ -45,11 +45,6 @@ pub const TABLE: &[Entry] = &[
         "ddp-param-name-patterns-for-fp32-local-accumulation param-name-patterns-for-fp32-local-accumulation",
     ),
     leave_out(
-        One,
-        "the replicas share one copy of the optimizer's state, however many Megatron-LM has",
-        "num-distributed-optimizer-instances",
-    ),
-    leave_out(
         Nothing,
         "NCCL's variables (NCCL_…) say how it works",
         "nccl-ub use-nccl-ub disable-symmetric-registration use-sharp high-priority-a2a-comm-stream \
@@ -91,23 +86,33 @@ pub const TABLE: &[Entry] = &[
         "gtp-*",
     ),
     // FSDP.
-    refuse(
-        "weights and gradients cut over replicas (FSDP, ZeRO-2 and 3) are not there: --use-distributed-optimizer is ZeRO-1",
-        "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2",
-    ),
-    with(
-        "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2",
+    leave_out(
         Nothing,
-        "weights and gradients cut over replicas (FSDP, ZeRO-2 and 3) are not there: --use-distributed-optimizer is ZeRO-1",
-        "torch-fsdp2-no-reshard-after-forward enable-full-sharding-in-hsdp keep-fp8-transpose-cache \
-         strict-fsdp-dtensor-load no-strict-fsdp-dtensor-load fsdp-all-gather-in-start-param-sync \
-         fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer fsdp-manual-registration \
+        "--data-parallel-sharding-strategy, or --zero-stage, says what is sharded",
+        "use-megatron-fsdp use-custom-fsdp",
+    ),
+    refuse("use --zero-stage 3", "use-torch-fsdp2"),
+    refuse("use --zero-reshard-after-forward false", "torch-fsdp2-no-reshard-after-forward"),
+    refuse(
+        "copies of shards share nothing more: --num-distributed-optimizer-instances makes them",
+        "enable-full-sharding-in-hsdp",
+    ),
+    unless(
+        &["no_shard"],
+        "copies of shards share nothing more: --num-distributed-optimizer-instances makes them",
+        "outer-dp-sharding-strategy",
+    ),
+    leave_out(
+        Nothing,
+        "it changes how Megatron's FSDP works, not what it computes",
+        "keep-fp8-transpose-cache strict-fsdp-dtensor-load no-strict-fsdp-dtensor-load \
+         fsdp-all-gather-in-start-param-sync fsdp-db-use-persist-buf-on-alloc-fail \
+         fsdp-double-buffer fsdp-manual-registration \
          megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-use-decoupled-grad",
     ),
-    with(
-        "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2",
+    leave_out(
         One,
-        "weights and gradients cut over replicas (FSDP, ZeRO-2 and 3) are not there: --use-distributed-optimizer is ZeRO-1",
-        "data-parallel-sharding-strategy outer-dp-sharding-strategy megatron-fsdp-*",
+        "it changes how Megatron's FSDP works; --grad-reduce-in-bf16 and --bf16 choose dtypes",
+        "megatron-fsdp-*",
     ),
 ];

@@ -6,13 +6,10 @@ use super::{Entry, refuse};
 pub const TABLE: &[Entry] = &[
     // DeepSpeed.
     refuse(
-        "DeepSpeed's settings have flags here, --use-distributed-optimizer for ZeRO-1",
+        "DeepSpeed's settings have flags here, --zero-stage for ZeRO",
         "deepspeed deepspeed-config",
     ),
-    refuse(
-        "use --use-distributed-optimizer, which is ZeRO-1; ZeRO-2 and 3 are not there",
-        "zero-stage zero-optimization stage",
-    ),
+    refuse("use --zero-stage", "zero-optimization stage"),
     refuse(
         "use --optimizer-cpu-offload or --offload-optimizer-nvme-path",
         "offload-optimizer cpu-optimizer",

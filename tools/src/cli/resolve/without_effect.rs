@@ -15,7 +15,7 @@ impl Resolver<'_> {
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
-        let cases: [(bool, &str, &[&str]); 9] = [
+        let cases: [(bool, &str, &[&str]); 11] = [
             (
                 p.tensor_model_parallel_size == 1,
                 "tensor_model_parallel_size is 1",
@@ -24,8 +24,15 @@ impl Resolver<'_> {
             (
                 replicas == 1,
                 "there is one replica",
-                &["use_distributed_optimizer", "overlap_grad_reduce"],
+                &[
+                    "use_distributed_optimizer",
+                    "zero_stage",
+                    "data_parallel_sharding_strategy",
+                    "overlap_grad_reduce",
+                ],
             ),
+            (p.zero_stage == 0, "nothing is sharded", &["num_distributed_optimizer_instances"]),
+            (p.zero_stage < 3, "weights are not sharded", &["zero_reshard_after_forward"]),
             (
                 model.position_embedding != PositionEmbedding::Rope,
                 "positions are not rotary",

@@ -227,7 +227,9 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, meas
     let settings = [
         (p.sequence_parallel, "·sp"),
         (p.delay_wgrad_compute, "·delayed-wgrad"),
-        (p.use_distributed_optimizer, "·zero1"),
+        (p.zero_stage == 1, "·zero1"),
+        (p.zero_stage == 2, "·zero2"),
+        (p.zero_stage == 3, "·zero3"),
         (run.training.recompute == Recompute::Selective, "·selective-recompute"),
         (matches!(run.training.recompute, Recompute::Full { .. }), "·full-recompute"),
     ];

@@ -85,7 +85,7 @@ fn fits(saved: &SavedGpt) {
         if groups > 1 { format!(" · cp where tp · cp divides {groups}") } else { String::new() };
     fact(
         "fits",
-        format!("tp {}{cp} · pp 1 to {layers} · any dp, with ZeRO-1 or without", sizes.join(", ")),
+        format!("tp {}{cp} · pp 1 to {layers} · any dp, with any stage of ZeRO", sizes.join(", ")),
     );
 }
 
