@@ -3,15 +3,27 @@
 use super::schedule::Pass;
 use super::simulator::{Report, Slot};
 
+/// How many times as long as the unit of a drawing a pass may be.
+const LONGEST: u64 = 12;
+/// Stands for what was left out.
+const GAP: &str = " ~ ";
+
 /// Draws a report: a line per stage, time to the right. A forward is the letter of its chunk and
 /// its microbatch (`a0`, `b0` …), a backward or its input gradients the same with a capital letter
 /// (`A0`), weight gradients `w0` (`wa0`, `wb0` … where there are several chunks); blanks are the
-/// bubble.
+/// bubble. The shortest pass is as wide as the longest label; times are rounded to columns.
 pub fn render(report: &Report) -> String {
+    render_within(report, usize::MAX).0
+}
+
+/// As [`render`], in lines of at most about `columns` characters: the middle of a longer drawing is
+/// left out, marked by `~`, and so are passes that reach into it. Also tells whether all was drawn.
+pub fn render_within(report: &Report, columns: usize) -> (String, bool) {
     let several = report.timeline.iter().flatten().any(|slot| slot.chunk > 0);
     let slots = || report.timeline.iter().flatten();
-    let unit =
-        slots().fold(report.makespan, |unit, slot| gcd(gcd(unit, slot.start), slot.end)).max(1);
+    let durations = || slots().map(|slot| slot.end - slot.start).filter(|time| *time > 0);
+    let longest = durations().max().unwrap_or(1);
+    let unit = durations().min().unwrap_or(1).max(longest / LONGEST);
     let label = |slot: &Slot| {
         let letter = char::from(b'a' + (slot.chunk % 26) as u8);
         match slot.pass {
@@ -25,26 +37,38 @@ pub fn render(report: &Report) -> String {
     };
     // with the bar that ends it
     let cell = slots().map(|slot| label(slot).len() + 1).max().unwrap_or(1);
-    let column = |time: u64| (time / unit) as usize * cell;
+    let column = |time: u64| (time as f64 / unit as f64 * cell as f64).round() as usize;
+    let whole = column(report.makespan) + 1;
+    let of_name = format!("stage {} ", report.timeline.len().saturating_sub(1)).len();
+    let room = columns.saturating_sub(of_name + GAP.len()).max(2 * cell);
+    let is_cut = whole > room + GAP.len();
+    // Where the middle begins and ends.
+    let (begin, end) = if is_cut { (room - room / 2, whole - room / 2) } else { (whole, whole) };
     let mut text = String::new();
     for (stage, slots) in report.timeline.iter().enumerate() {
-        let mut line = vec![b' '; column(report.makespan) + 1];
+        let [mut head, mut tail] = [vec![b' '; begin], vec![b' '; whole - end]];
         for slot in slots {
-            let (start, end) = (column(slot.start), column(slot.end));
-            (line[start], line[end]) = (b'|', b'|');
-            let label = label(slot);
-            if end > start {
-                line[start + 1..=start + label.len()].copy_from_slice(label.as_bytes());
+            let (from, to) = (column(slot.start), column(slot.end));
+            let (part, origin) = if to < begin {
+                (&mut head, 0)
+            } else if from >= end {
+                (&mut tail, end)
+            } else {
+                continue;
+            };
+            let (from, to, label) = (from - origin, to - origin, label(slot));
+            (part[from], part[to]) = (b'|', b'|');
+            if to > from + label.len() {
+                part[from + 1..=from + label.len()].copy_from_slice(label.as_bytes());
             }
         }
+        let gap = if is_cut { GAP } else { "" };
+        let line = [head.as_slice(), gap.as_bytes(), &tail].concat();
         let line: String = line.into_iter().map(char::from).collect();
-        text.push_str(&format!("stage {stage} {}\n", line.trim_end()));
+        let name = format!("stage {stage} ");
+        text.push_str(&format!("{name:<of_name$}{}\n", line.trim_end()));
     }
-    text
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
+    (text, !is_cut)
 }
 
 #[cfg(test)]
@@ -66,6 +90,32 @@ mod tests {
             "stage 0 |a0|a1|     |A0   |  |A1   |\n\
              stage 1    |a0|A0   |a1|A1   |\n"
         );
+    }
+
+    #[test]
+    fn times_that_have_no_common_unit_are_rounded_to_columns() {
+        let schedule = one_f_one_b(2, 2, 0).unwrap();
+        let report = simulate(&schedule, &even(&schedule, 1009, 2003)).unwrap();
+        assert_eq!(
+            render(&report),
+            "stage 0 |a0|a1|     |A0   |  |A1   |\n\
+             stage 1    |a0|A0   |a1|A1   |\n"
+        );
+    }
+
+    #[test]
+    fn of_a_long_drawing_the_middle_is_left_out() {
+        let schedule = one_f_one_b(2, 100, 0).unwrap();
+        let report = simulate(&schedule, &even(&schedule, 1, 2)).unwrap();
+        let (text, whole) = render_within(&report, 60);
+        assert!(!whole && text.lines().all(|line| line.len() <= 60), "{text}");
+        assert_eq!(
+            text,
+            "stage 0 |a0 |a1 |       |A0     |   ~   |   |A98    |   |A99    |\n\
+             stage 1     |a0 |A0     |a1 |A1     ~ A98    |a99|A99    |\n"
+        );
+        let (text, whole) = render_within(&report, 2000);
+        assert!(whole && text == render(&report));
     }
 
     #[test]
