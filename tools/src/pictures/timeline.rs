@@ -8,8 +8,9 @@ use super::svg::{Anchor, Box, Colour, HEADING, Svg, TEXT, width};
 const PAGE: f64 = 660.0;
 /// The most that a picture is as long as, unless passes became too narrow to be seen.
 const LONGEST: f64 = 4000.0;
-/// Widths of the shortest pass: to be seen, to hold a microbatch's number, and at most.
-const WIDTHS: [f64; 3] = [4.0, 22.0, 34.0];
+/// Width of the shortest pass: to be seen, and at most.
+const SEEN: f64 = 4.0;
+const MOST: f64 = 34.0;
 const ROW: f64 = 24.0;
 const MARGIN: f64 = 12.0;
 /// Between ticks of the time axis, at least.
@@ -54,10 +55,12 @@ pub fn timeline(title: &str, panels: &[Panel<'_>], unit: u64, axis: &str) -> Str
 }
 
 /// Pixels of one unit of the costs.
-fn scale<'a>(slots: impl Iterator<Item = &'a Slot>, makespan: u64) -> f64 {
-    let shortest = slots.map(|slot| slot.end - slot.start).filter(|time| *time > 0).min();
+fn scale<'a>(slots: impl Iterator<Item = &'a Slot> + Clone, makespan: u64) -> f64 {
+    let shortest = slots.clone().map(|slot| slot.end - slot.start).filter(|time| *time > 0).min();
     let shortest = shortest.unwrap_or(1) as f64;
-    let [seen, readable, most] = WIDTHS.map(|width| width / shortest);
+    let last = slots.map(|slot| slot.microbatch).max().unwrap_or(0).to_string();
+    let readable = (width(&last, TEXT) + 4.0).min(MOST);
+    let [seen, readable, most] = [SEEN, readable, MOST].map(|width| width / shortest);
     let [page, longest] = [PAGE, LONGEST].map(|width| width / makespan as f64);
     page.clamp(readable, most).min(longest).max(seen)
 }

@@ -44,8 +44,13 @@ fn schedules(title: &str, schedules: &[(&str, Schedule, ChunkCosts)], axis: &str
         .iter()
         .zip(&reports)
         .map(|((name, ..), report)| {
-            let bubble = 100.0 * report.bubble;
-            let caption = format!("{name}: a step takes {}, bubble {bubble:.0}%", report.makespan);
+            let in_flight = report.peak_in_flight.iter().map(usize::to_string);
+            let caption = format!(
+                "{name}: a step takes {}, bubble {:.0}%, in flight {}",
+                report.makespan,
+                100.0 * report.bubble,
+                in_flight.collect::<Vec<_>>().join(", ")
+            );
             Panel { caption, report }
         })
         .collect();
@@ -129,11 +134,8 @@ fn pictures_are_those_of_the_program() {
 fn every_picture_is_in_a_page_and_readable() {
     let pages: String =
         super::pages().iter().map(|page| fs::read_to_string(page).unwrap()).collect();
-    for file in fs::read_dir(root().join("docs/pictures")).unwrap() {
-        let path = file.unwrap().path();
-        let name = path.file_name().unwrap().to_str().unwrap();
-        assert!(pages.contains(&format!("pictures/{name})")), "no page shows {name}");
-        let text = fs::read_to_string(&path).unwrap();
+    for (name, text) in pictures() {
+        assert!(pages.contains(&format!("pictures/{name}.svg)")), "no page shows {name}");
         assert!(text.contains("<title id") && text.contains("<desc id"), "{name}");
         let sizes = text.split("font-size=\"").skip(1).filter_map(|rest| rest.split('"').next());
         assert!(sizes.map(|size| size.parse::<f64>().unwrap()).all(|size| size >= 11.0), "{name}");

@@ -83,6 +83,11 @@ pub fn picture() -> String {
     let most = totals.fold(GPU, f64::max);
     let right = left + most * SCALE;
     let top = MARGIN + HEADING + 44.0;
+    let height: f64 =
+        layouts.iter().map(|(_, stages)| TEXT + 16.0 + stages.len() as f64 * (BAR + 3.0)).sum();
+    let of_gpu = left + GPU * SCALE;
+    svg.line((of_gpu, top), (of_gpu, top + height), Colour::INK);
+    svg.label((of_gpu + 4.0, top + height - 4.0), "a GPU of 80 GiB");
     let mut y = top;
     for (layout, stages) in &layouts {
         svg.label((MARGIN, y + TEXT), layout);
@@ -101,9 +106,6 @@ pub fn picture() -> String {
         svg.line((x, y), (x, y + 4.0), Colour::INK);
         svg.text((x, y + 6.0 + TEXT), TEXT, Anchor::Middle, Colour::INK, &tick.to_string());
     }
-    let x = left + GPU * SCALE;
-    svg.line((x, top), (x, y), Colour::INK);
-    svg.label((x + 4.0, y - 4.0), "a GPU of 80 GiB");
     svg.label((left, y + TEXT + 24.0), "GiB; of activations the least that a step needs at once");
     let end = (right + width(" 000.0 GiB", TEXT) + 8.0).max(legend_end);
     svg.finish(end + MARGIN, y + TEXT + 24.0 + MARGIN)

@@ -15,7 +15,7 @@ use megatron::params::{ParamsBuilder, PlacedParam, Placement, StateKind};
 use megatron::train::{Ends, ModelBuilder, Sources, Trainer};
 use models::Gpt;
 
-use crate::pictures::svg::{Anchor, Box, Colour, HEADING, Svg, TEXT, width};
+use crate::pictures::svg::{Anchor, Box, Colour, HEADING, Svg, TEXT};
 
 const NAME: &str = "decoder.layers.1.mlp.linear_fc1.weight";
 const TP: usize = 2;
@@ -56,7 +56,7 @@ fn run() -> RunConfig {
             tensor_model_parallel_size: TP,
             data_parallel_size: DP,
             use_distributed_optimizer: true,
-            bucket_size: 1500,
+            bucket_size: 1700,
             ..Default::default()
         },
         training: TrainingConfig { global_batch_size: DP, ..Default::default() },
@@ -183,7 +183,7 @@ fn at(elements: usize, len: usize) -> f64 {
 fn bucket(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> f64 {
     let (bucket, count) = (&placement.buckets[param.bucket], placement.buckets.len());
     let says = format!(
-        "2. Its place on a rank of tp 0: bucket {} of {count}, elements {} of {}",
+        "2. Its place on a rank of tp 0: elements {1} of {2} in bucket {0} of {count} (white: padding)",
         param.bucket,
         text(&(param.offset..param.offset + param.numel)),
         bucket.len
@@ -234,9 +234,9 @@ fn files(
 ) -> f64 {
     let says = "4. Each rank writes its part into its own file; the manifest lists all parts";
     svg.label((MARGIN, y), says);
-    let columns = [24.0, 110.0, 200.0, 390.0, 510.0].map(|x| MARGIN + x);
-    let header = ["rank", "tp, dp", "file", "bytes of the file", "of the tensor's rows"];
-    let mut line = |svg: &mut Svg, y: f64, cells: &[String]| {
+    let columns = [24.0, 66.0, 146.0, 330.0, 450.0, 540.0].map(|x| MARGIN + x);
+    let header = ["rank", "tp, dp", "file", "bytes of the file", "box: rows", "its elements"];
+    let line = |svg: &mut Svg, y: f64, cells: &[String]| {
         columns.iter().zip(cells).for_each(|(x, cell)| svg.label((*x, y), cell));
     };
     line(svg, y + 24.0, &header.map(str::to_string));
@@ -248,15 +248,15 @@ fn files(
         let held = param.offset.max(part.start)..(param.offset + param.numel).min(part.end);
         assert_eq!(chunk.flat, held.start - param.offset..held.end - param.offset);
         svg.rect(Box(MARGIN, y, 14.0, 14.0), colour(tp, dp));
-        let of_rows = format!("{}, elements {}", chunk.offset[0], text(&chunk.flat));
+        let rows = chunk.offset[0]..chunk.offset[0] + chunk.shape[0];
         let cells = [
             rank.to_string(),
             format!("tp {tp}, dp {dp}"),
             chunk.file.clone(),
             format!("{}–{}", bytes.start, bytes.end - 1),
-            format!("from {of_rows}"),
+            text(&rows),
+            text(&chunk.flat),
         ];
-        debug_assert!(width(&cells[2], TEXT) < 190.0);
         line(svg, y + 11.5, &cells);
         y += 20.0;
     }
