@@ -20,7 +20,7 @@ pub fn complete(resolved: &mut Resolved) -> Result<()> {
     match found {
         Ok(size) => resolved.run.model.vocab_size = size,
         Err(why) => resolved.notes.push(format!(
-            "note: {why}; the output matrix of the last stage counts nothing, give --vocab-size"
+            "note: the size of the vocabulary is not known, so the output matrix counts nothing; give --vocab-size ({why})"
         )),
     }
     Ok(())
@@ -32,7 +32,7 @@ fn of_run(run: &RunConfig) -> Result<std::result::Result<usize, String>> {
     let Some(spec) = &data.tokenizer else {
         return match checkpoint::to_load(&run.checkpoint)? {
             Some(path) => Ok(Ok(saved_run(&path, &Manifest::read(&path)?.state)?.model.vocab_size)),
-            None => Ok(Err("no setting says how large the vocabulary is".to_string())),
+            None => Ok(Err("no tokenizer is given".to_string())),
         };
     };
     // Trained on the data: at most as large as asked for.
