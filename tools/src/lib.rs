@@ -8,6 +8,7 @@ mod fault;
 pub mod fuzz;
 mod inference;
 mod launch;
+mod pictures;
 mod ranks;
 mod report;
 mod signals;
@@ -47,6 +48,7 @@ fn run() -> error::Result<u8> {
     match commands::parse(&words) {
         Ok(Request::Pretrain(settings)) => commands::pretrain::run(&settings),
         Ok(Request::Launch(launch)) => commands::launch::run(&launch),
+        Ok(Request::Timeline(args, settings)) => commands::timeline::run(&args, &settings),
         Ok(Request::Preprocess(args)) => commands::preprocess::run(&args),
         Ok(Request::Tokenizer(args)) => commands::preprocess::run_tokenizer(&args),
         Ok(Request::Import(args)) => commands::convert::import(&args),

@@ -47,7 +47,8 @@ fn pretrain_args(
     words: &[OsString],
 ) -> std::result::Result<(PretrainArgs, ArgMatches), clap::Error> {
     let matches = command.clone().try_get_matches_from(words)?;
-    let typed = matches.subcommand_matches("pretrain").cloned().unwrap_or_default();
+    // `pretrain`, or another command that takes its settings.
+    let typed = matches.subcommand().map(|(_, typed)| typed.clone()).unwrap_or_default();
     Ok((PretrainArgs::from_arg_matches(&typed)?, typed))
 }
 

@@ -1,4 +1,7 @@
-//! The commands that the book shows are taken as they stand.
+//! The commands that the book shows are taken as they stand; its tables of flags and its pictures are
+//! made here.
+
+mod pictures;
 
 use std::ffi::OsString;
 use std::fs;
@@ -108,8 +111,11 @@ fn row(arg: &Arg) -> String {
 
 /// A table of `args`, without those that every command has.
 fn table<'a>(args: impl Iterator<Item = &'a Arg>) -> String {
-    let shown =
-        |arg: &&Arg| !arg.is_hide_set() && !["help", "version"].contains(&arg.get_id().as_str());
+    let shown = |arg: &&Arg| {
+        !arg.is_hide_long_help_set()
+            && !arg.is_hide_set()
+            && !["help", "version"].contains(&arg.get_id().as_str())
+    };
     let rows: String = args.filter(shown).map(row).collect();
     match rows.is_empty() {
         true => String::new(),

@@ -13,6 +13,7 @@ pub mod launch;
 pub mod preprocess;
 pub mod pretrain;
 pub mod reshard;
+pub mod timeline;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -29,6 +30,7 @@ use self::inspect::InspectArgs;
 use self::launch::LaunchArgs;
 use self::preprocess::{PreprocessArgs, TokenizerArgs};
 use self::reshard::ReshardArgs;
+use self::timeline::{DrawingArgs, TimelineArgs};
 use crate::cli::words::{self, Others};
 use crate::cli::{
     Gathered, PretrainArgs, Stop, asks_for_help, flags, gather, origins_of, typed_origins,
@@ -56,6 +58,7 @@ pub enum Command {
     Tokenizer(TokenizerArgs),
     Import(ImportArgs),
     Export(ExportArgs),
+    Timeline(Box<TimelineArgs>),
     Bench(BenchArgs),
     Doctor(DoctorArgs),
     Completions(CompletionsArgs),
@@ -76,6 +79,7 @@ pub enum Request {
     /// With the origins of what was typed.
     Reshard(Box<ReshardArgs>, BTreeMap<String, String>),
     Inspect(InspectArgs),
+    Timeline(DrawingArgs, Box<Gathered>),
     /// With the origins of what was typed.
     Bench(Bench, BTreeMap<String, String>),
     Doctor(DoctorArgs),
@@ -99,6 +103,15 @@ pub fn command() -> clap::Command {
         });
     command
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+        .mut_subcommand("timeline", |timeline| {
+            // Its help names its own flags alone.
+            let of_pretrain = |arg: &Arg| arg.get_help_heading().is_some();
+            let hidden = |arg: Arg| match of_pretrain(&arg) {
+                true => arg.hide_short_help(true).hide_long_help(true),
+                false => arg,
+            };
+            timeline.mut_args(|arg| hidden(flags::with_switches(arg)))
+        })
         .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
         .mut_subcommand("inspect", |inspect| inspect.mut_args(flags::with_switches))
         .mut_subcommand("bench", |bench| {
@@ -124,6 +137,15 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         let words = words::sort(innermost, rest, Others::Trainers);
         return gather(&command, before, words)
             .map(|settings| Request::Pretrain(Box::new(settings)));
+    }
+    if names == ["timeline"] {
+        let words = words::sort(innermost, rest, Others::Trainers);
+        let own = [before, &words.own].concat();
+        let settings = gather(&command, before, words)?;
+        let matches = command.try_get_matches_from(own)?;
+        let typed = matches.subcommand_matches("timeline").cloned().unwrap_or_default();
+        let args = DrawingArgs::from_arg_matches(&typed)?;
+        return Ok(Request::Timeline(args, Box::new(settings)));
     }
     let mut known = before.to_vec();
     if names.is_empty() {
@@ -162,8 +184,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Tokenizer(args) => Ok(Request::Tokenizer(args)),
         Command::Completions(args) => Ok(Request::Completions(args)),
         Command::Man(args) => Ok(Request::Man(args)),
-        Command::Pretrain(_) => {
-            Err(Error::usage("internal error: `pretrain` is read elsewhere").into())
+        Command::Pretrain(_) | Command::Timeline(_) => {
+            Err(Error::usage("internal error: `pretrain` and `timeline` are read elsewhere").into())
         }
         Command::Bench(args) => {
             let step = matches

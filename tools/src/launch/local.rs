@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
 
 /// The commands' names.
-pub const COMMANDS: [&str; 14] = [
+pub const COMMANDS: [&str; 15] = [
     "pretrain",
     "generate",
     "eval",
@@ -25,6 +25,7 @@ pub const COMMANDS: [&str; 14] = [
     "tokenizer",
     "import",
     "export",
+    "timeline",
     "bench",
     "doctor",
     "completions",

@@ -56,7 +56,7 @@ pub fn run(bench: &Bench, origins: BTreeMap<String, String>) -> Result<u8> {
 }
 
 /// A number of things that there must be some of.
-fn positive(text: &str) -> std::result::Result<usize, String> {
+pub(super) fn positive(text: &str) -> std::result::Result<usize, String> {
     const MOST: usize = 1 << 20;
     let number = text.parse().ok().filter(|number| (1..=MOST).contains(number));
     number.ok_or_else(|| format!("expected a whole number from 1 to {MOST}"))
