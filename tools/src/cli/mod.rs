@@ -36,12 +36,12 @@ pub(crate) use gather::gather;
 /// that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`), under
 /// `srun` with several tasks and under `mpirun` (Open MPI, MPICH, Intel MPI) it joins as that rank.
 ///
-/// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in
-/// the sections named in brackets, and from flags, which override the file. Switches are turned off
-/// by `--flag=false`.
+/// Settings come from a run file and from flags; flags override the file. The run file is TOML: its
+/// keys are the flags below in snake_case (`num_layers = 12`), under the sections named in
+/// brackets. `--flag=false` turns a switch off.
 ///
-/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops;
-/// Ctrl-C after that stops at once.
+/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops; a
+/// second Ctrl-C stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -52,7 +52,7 @@ pub struct PretrainArgs {
     /// The run file
     #[arg(value_name = "RUN.toml")]
     pub run_file: Option<PathBuf>,
-    /// The run file, as a flag
+    /// The run file, given as a flag
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     #[command(flatten)]

@@ -8,12 +8,12 @@ use crate::commands::bench::{ceilings, machine_line};
 use crate::error::Result;
 use crate::report::table::significant;
 
-/// Say what this program finds on this machine: processors, GPUs, libraries, and how fast they are
+/// Report what this program finds on this machine: processors, GPUs, libraries, and their speed
 ///
-/// Nothing here fails for want of a GPU: what is missing is said, and what to do about it.
+/// A missing GPU or library is not an error: the report says what is missing and what to do.
 #[derive(Args, Clone, Debug)]
 pub struct DoctorArgs {
-    /// Leave out the measurements, which take some seconds and mean little while other programs run
+    /// Skip the measurements, which take a few seconds and mean little while other programs run
     #[arg(long)]
     pub quick: bool,
 }

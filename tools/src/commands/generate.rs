@@ -15,8 +15,8 @@ use crate::report::{count, duration};
 
 /// Continue prompts with a trained model
 ///
-/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives
-/// the same text on any layout. How fast that went is written to stderr.
+/// Writes each prompt and its continuation to stdout. With a single prompt, text appears as it is
+/// generated. The same seed gives the same text on any layout. The speed is written to stderr.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -25,22 +25,22 @@ use crate::report::{count, duration};
 pub struct GenerateArgs {
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Text to continue; may be given several times
+    /// Text to continue; can be given several times
     #[arg(long, value_name = "TEXT", required = true)]
     pub prompt: Vec<String>,
-    /// New tokens for each prompt, at most
+    /// Most new tokens for each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub num_tokens: usize,
-    /// 0: always the likeliest token; above 1: more surprising ones
+    /// 0 always takes the likeliest token; values above 1 make unlikely tokens more frequent
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub temperature: f64,
-    /// Draw among this many likeliest tokens; 0: all
+    /// Sample among the N likeliest tokens; 0: all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub top_k: usize,
-    /// Draw among the fewest likeliest tokens whose probabilities sum to this
+    /// Sample among the smallest set of likeliest tokens with probabilities that sum to P
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     pub top_p: f64,
-    /// Of the drawing
+    /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,
 }

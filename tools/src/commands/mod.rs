@@ -38,7 +38,7 @@ use crate::error::Error;
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
 #[derive(Debug, Parser)]
 #[command(name = "megatron", version, arg_required_else_help = true, args_override_self = true)]
-#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` explains a command.")]
+#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` describes a command.")]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -83,7 +83,7 @@ pub enum Request {
     Man(ManArgs),
 }
 
-/// The whole command line, as it is parsed and explained.
+/// The whole command line, as it is parsed and described in `--help`.
 pub fn command() -> clap::Command {
     let command =
         ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {

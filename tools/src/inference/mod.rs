@@ -43,8 +43,8 @@ pub struct LoadArgs {
     /// Compute in fp16 rather than fp32: half the memory
     #[arg(long)]
     pub fp16: bool,
-    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on
-    /// its machine (`cuda`), or this one
+    /// Device of every rank: a GPU if there is one (`auto`), `cpu`, the GPU of the rank's local
+    /// number (`cuda`), or GPU N (`cuda:N`)
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]

@@ -45,7 +45,7 @@ const SSH_FAILED: i32 = 255;
 #[derive(Clone, Debug)]
 pub struct Hosts {
     pub hosts: Vec<Host>,
-    /// ssh, or what takes the same arguments: options, a host, a line for its shell.
+    /// ssh, or a program that takes the same arguments: options, a host, a line for its shell.
     pub ssh: OsString,
     pub ssh_args: Vec<OsString>,
     /// The path of this program there.

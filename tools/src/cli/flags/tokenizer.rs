@@ -15,13 +15,13 @@ pub struct TokenizerFlags {
     /// `train:VOCAB` to train a BPE of that size on the data (cached)
     #[arg(long, value_name = "TOKENIZER")]
     pub tokenizer: Option<String>,
-    /// Megatron-LM's name of the kind: GPT2BPETokenizer (--vocab-file, --merge-file),
-    /// HuggingFaceTokenizer (--tokenizer-model), NullTokenizer (--vocab-size); those of
-    /// SentencePiece and tiktoken where a tokenizer.json lies beside --tokenizer-model [default: as
-    /// the other flags tell]
+    /// Megatron-LM's tokenizer type: GPT2BPETokenizer (--vocab-file, --merge-file),
+    /// HuggingFaceTokenizer (--tokenizer-model) or NullTokenizer (--vocab-size); SentencePiece and
+    /// tiktoken types need a tokenizer.json beside --tokenizer-model [default: inferred from the
+    /// other flags]
     #[arg(long, value_name = "TYPE")]
     pub tokenizer_type: Option<String>,
-    /// tokenizer.json or its folder, as --tokenizer
+    /// tokenizer.json or its folder, as for --tokenizer
     #[arg(long, value_name = "PATH")]
     pub tokenizer_model: Option<PathBuf>,
     /// vocab.json of GPT-2's BPE, with --merge-file
@@ -30,11 +30,11 @@ pub struct TokenizerFlags {
     /// merges.txt of GPT-2's BPE, with --vocab-file
     #[arg(long, value_name = "FILE")]
     pub merge_file: Option<PathBuf>,
-    /// Put no tokens around a document or a prompt that the tokenizer puts there by itself, such as
-    /// the one that begins a text
+    /// Do not add the tokens that the tokenizer puts around a text, such as beginning-of-text, to
+    /// documents and prompts
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub tokenizer_hf_no_include_special_tokens: bool,
-    /// Take text literally: special tokens spelled out in it are text (transformers'
+    /// Treat special tokens that are spelled out in the text as ordinary text (transformers'
     /// split_special_tokens)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub split_special_tokens: bool,

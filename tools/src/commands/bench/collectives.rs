@@ -44,22 +44,22 @@ pub struct CollectivesArgs {
     /// Ranks [default: 2; under a launcher, its WORLD_SIZE]
     #[arg(long, value_name = "N", value_parser = number_of_ranks)]
     pub ranks: Option<usize>,
-    /// How they exchange data
+    /// How ranks exchange data
     #[arg(long, value_enum, default_value_t = Backend::Local)]
     pub backend: Backend,
-    /// Where the buffers are; those of GPUs go through the host but with `--backend nccl`
+    /// Device of the buffers; without `--backend nccl`, GPU buffers go through host memory
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "cpu")]
     pub device: Choice,
-    /// Bytes of the larger buffer of an operation, with K, M or G
+    /// Bytes of the larger buffer of an operation, with the units K, M or G
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', default_value = "4K,1M,16M,64M")]
     pub sizes: Vec<Size>,
-    /// What the buffers hold
+    /// Dtype of the buffers
     #[arg(long, value_enum, default_value_t = Elements::F32)]
     pub dtype: Elements,
     /// Only operations whose names contain this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
-    /// Time spent on each operation and size, about
+    /// Approximate time spent on each operation and size
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
 }

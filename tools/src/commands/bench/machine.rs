@@ -31,7 +31,7 @@ pub struct MachineArgs {
     /// Threads [default: RAYON_NUM_THREADS, or cores]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Time spent on each measurement, about
+    /// Approximate time spent on each measurement
     #[arg(long, value_name = "MS", default_value_t = 1000)]
     pub milliseconds: u64,
 }

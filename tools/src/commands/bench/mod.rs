@@ -22,9 +22,9 @@ use crate::error::Result;
 /// How long ranks may take to stop when they are asked to: a benchmark has nothing to save.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Measure this machine, and what kernels, collectives and training steps make of it
+/// Measure this machine, and the speed of kernels, collectives and training steps on it
 ///
-/// Figures are worth something only if nothing else runs on the machine.
+/// Results are meaningful only if nothing else runs on the machine.
 #[derive(Args, Clone, Debug)]
 #[command(arg_required_else_help = true)]
 pub struct BenchArgs {

@@ -45,23 +45,23 @@ pub struct StepArgs {
     /// Model and microbatch
     #[arg(long, value_enum, default_value_t = Preset::Small)]
     pub preset: Preset,
-    /// Timed steps, after 3 for warm-up
+    /// Timed steps, after 3 warm-up steps
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = positive)]
     pub steps: usize,
-    /// Samples of one forward pass of one replica [default: the preset's]
+    /// Samples per forward pass of one replica [default: the preset's]
     #[arg(long, value_name = "B", value_parser = positive)]
     pub micro_batch_size: Option<usize>,
-    /// Samples of one step over all replicas [default: MBS·dp]
+    /// Samples per step over all replicas [default: MBS·dp]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub global_batch_size: Option<usize>,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Launch forward and backward of a microbatch as a CUDA graph
+    /// Record and launch forward and backward of a microbatch as a CUDA graph
     #[arg(long)]
     pub enable_cuda_graph: bool,
     /// Record 4 more steps: a trace of every rank for Perfetto or chrome://tracing, and a table of
-    /// where the time went
+    /// where time is spent
     #[arg(long)]
     pub profile: bool,
     /// Folder of the traces

@@ -12,15 +12,16 @@ use megatron::checkpoint;
 
 use crate::error::{Error, Result};
 
-/// Show what is in a checkpoint, a dataset or a Hugging Face model, and whether it is whole
+/// Show the contents of a checkpoint, a dataset or a Hugging Face model, and check that it is
+/// complete
 ///
 /// A checkpoint: its iteration, tensors, model and layout, and the layouts it fits. An indexed
 /// dataset: its sequences, documents and tokens. A Hugging Face folder or a .safetensors file: its
 /// architecture and tensors.
 ///
-/// Everything is read and checked: checksums of checkpoints, the largest token of datasets.
-/// --verify=false looks at no data, only at what describes them. Files are not trusted; one that is
-/// damaged is named, and the exit code is 1.
+/// All data are read and checked: checksums of checkpoints, the largest token of datasets. With
+/// --verify=false only headers and manifests are read. If a file is damaged, the message names it
+/// and the exit code is 1.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron inspect checkpoints/quickstart
@@ -31,10 +32,10 @@ pub struct InspectArgs {
     /// A checkpoint folder, the prefix of a .bin and an .idx file, or a Hugging Face folder
     #[arg(value_name = "CKPT|DATASET_PREFIX|HF_DIR")]
     pub path: PathBuf,
-    /// Which of the checkpoints in a folder [default: the latest]
+    /// Iteration of the checkpoint in the folder [default: the latest]
     #[arg(long, value_name = "N")]
     pub iteration: Option<u64>,
-    /// Read all data and check them
+    /// Read and check all data
     #[arg(long, action = ArgAction::Set, default_value_t = true)]
     pub verify: bool,
 }

@@ -25,51 +25,51 @@ use input::{Format, Input, records_in};
 
 /// Turn text into an indexed dataset for `--data-path`
 ///
-/// Reads JSON lines, of which every line is a document, text, of which every file is a document
-/// with paragraphs as its sequences, either plain or compressed with gzip or zstd, and Parquet, of
-/// which every row is a document. Writes PREFIX_KEY_document.bin and .idx for every key, byte for
-/// byte as Megatron-LM's preprocess_data does: tokens of 16 bits for vocabularies below 65,500,
-/// else of 32. A document without text is kept as an empty one. Memory grows by 12 bytes a document
-/// only, and the files appear when they are whole.
+/// Reads JSON lines (each line is a document), text (each file is a document, and its paragraphs
+/// are sequences) and Parquet (each row is a document). JSON lines and text may be compressed with
+/// gzip or zstd. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as
+/// Megatron-LM's preprocess_data does: 16-bit tokens for vocabularies below 65,500, otherwise
+/// 32-bit tokens. A document without text is kept as an empty document. Memory grows by only 12
+/// bytes per document. The files appear under their names when they are complete.
 ///
-/// A document's tokens are those of one call of the tokenizer on the whole of it, as in
-/// transformers: special tokens spelled out in a text are those tokens, and what the tokenizer puts
-/// around a text by itself is there. What it puts behind it and --append-eod give one end of a
-/// document, not two. A text file that cannot be cut without changing a token is in memory as a
+/// Tokens are those of one call of the tokenizer on the whole document, as in transformers. Special
+/// tokens that are spelled out in the text become those tokens, and the tokenizer adds the tokens
+/// that it puts around a text. If one of these ends the document, --append-eod does not add a
+/// second one. A text file that cannot be split without changing a token is held in memory as a
 /// whole.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
   megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
 pub struct PreprocessArgs {
-    /// Files to read, in this order: .jsonl, .json (a JSON object on each line), .parquet, or text
-    /// of any other name, with .gz or .zst if compressed; or folders of text, as --data-path of
-    /// `pretrain` takes them
+    /// Files to read, in this order: .jsonl or .json (one JSON object per line), .parquet, or text
+    /// under any other name, with .gz or .zst if compressed; or folders of text, as `pretrain
+    /// --data-path` takes them
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
-    /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
+    /// Keys of the JSON objects, or columns, that hold text; each becomes a separate dataset
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
     pub json_keys: Vec<String>,
     #[command(flatten)]
     pub tokenizer: TokenizerFlags,
-    /// Tokens of --tokenizer-type NullTokenizer
+    /// Size of the vocabulary for --tokenizer-type NullTokenizer
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<usize>,
-    /// End every document with the tokenizer's token for that
+    /// Append the tokenizer's end-of-document token to every document
     #[arg(long)]
     pub append_eod: bool,
-    /// Threads that tokenize [default: all cores]
+    /// Threads for tokenizing [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub workers: Option<u16>,
-    /// Beginning of the names of the files to write
+    /// Path prefix of the files to write
     #[arg(long, value_name = "PREFIX")]
     pub output_prefix: PathBuf,
-    /// Replace datasets that are there already
+    /// Replace existing datasets
     #[arg(long)]
     pub overwrite: bool,
 }
 
-/// Make a tokenizer
+/// Create a tokenizer
 #[derive(Args, Clone, Debug)]
 pub struct TokenizerArgs {
     #[command(subcommand)]
@@ -84,14 +84,13 @@ pub enum TokenizerCommand {
 /// Train a byte-level BPE vocabulary on text
 ///
 /// Writes a tokenizer.json that `preprocess`, `pretrain` and the Hugging Face libraries load. Its
-/// token <|endoftext|> ends documents. Every text can be encoded: bytes that no longer token covers
-/// are tokens of their own.
+/// token <|endoftext|> ends documents. Every text can be encoded: each of the 256 bytes is a token.
 #[derive(Args, Clone, Debug)]
 pub struct TrainArgs {
-    /// Tokens of the vocabulary, at most; 257 at least
+    /// Largest size of the vocabulary in tokens; at least 257
     #[arg(long, value_name = "N")]
     pub vocab_size: usize,
-    /// Files and folders to read, as for `preprocess`
+    /// Files and folders to read, as `preprocess` takes them
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
     /// Keys of the JSON objects that hold text
@@ -100,7 +99,7 @@ pub struct TrainArgs {
     /// The file to write
     #[arg(long, value_name = "FILE", default_value = "tokenizer.json")]
     pub output: PathBuf,
-    /// Replace a file that is there already
+    /// Replace an existing file
     #[arg(long)]
     pub overwrite: bool,
 }

@@ -36,27 +36,26 @@ const COPY: [usize; 2] = [1 << 24, 1 << 28];
 /// Seconds of calls that a GPU is given before it is waited for.
 const BATCH_SECONDS: f64 = 5e-3;
 
-/// Time every kernel of a training step at a preset's shapes, and a token's attention as text is
-/// continued
+/// Time every kernel of a training step at a preset's shapes, and one token's attention during
+/// generation
 #[derive(Args, Clone, Debug)]
 pub struct KernelsArgs {
     /// Shapes
     #[arg(long, value_enum, default_value_t = Preset::Small)]
     pub preset: Preset,
-    /// Samples of one forward pass [default: the preset's]
+    /// Samples per forward pass [default: the preset's]
     #[arg(long, value_name = "B", value_parser = positive)]
     pub micro_batch_size: Option<usize>,
     /// Threads [default: RAYON_NUM_THREADS, or cores]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Time spent on each kernel, about
+    /// Approximate time spent on each kernel
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
-    /// What weights and activations are stored in; logits, main gradients and the optimizer's state
-    /// stay fp32
+    /// Dtype of weights and activations; logits, main gradients and optimizer state stay fp32
     #[arg(long, value_enum, default_value_t = Storage::Fp32)]
     pub dtype: Storage,
-    /// What to measure on
+    /// Device to measure
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// Only kernels whose names contain this
