@@ -83,7 +83,7 @@ pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     let too_long = |bytes: u64| {
         let message =
-            format!("it has {bytes} bytes, and {most} at most are sensible for what it should be");
+            format!("it has {bytes} bytes, but at most {most} are plausible for such a file");
         Error::new(ErrorKind::FileTooLarge, message)
     };
     let length = file.metadata()?.len();
@@ -115,22 +115,21 @@ fn require_regular(there: &std::fs::Metadata) -> Result<()> {
         _ if kind.is_dir() => {
             return Err(Error::new(
                 ErrorKind::IsADirectory,
-                "it is a folder, and a file is needed",
+                "it is a folder, but a file is needed",
             ));
         }
         _ if kind.is_fifo() => "a pipe",
         _ if kind.is_socket() => "a socket",
         _ => "a device",
     };
-    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, and a regular file is needed")))
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, but a regular file is needed")))
 }
 
 fn refuse_pointer(start: &[u8]) -> Result<()> {
     if !start.starts_with(POINTER) {
         return Ok(());
     }
-    let message = "it is a pointer of git's large-file storage (LFS), not the file itself; fetch that with `git lfs pull` in its \
-                   folder";
+    let message = "it is a Git LFS pointer, not the file itself; fetch the file with `git lfs pull` in its folder";
     Err(Error::new(ErrorKind::InvalidData, message))
 }
 

@@ -43,9 +43,9 @@ pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     let remedy = if is_shared {
         "name a folder in it".into()
     } else {
-        format!("`chmod go-w {}` ends that", folder.display())
+        format!("fix this with `chmod go-w {}`", folder.display())
     };
-    Ok((by_group || by_all).then(|| format!("can be written into by {who}: {remedy}")))
+    Ok((by_group || by_all).then(|| format!("is writable by {who}: {remedy}")))
 }
 
 /// Whether `owner` is this user, or the system's, who can do all.
@@ -83,13 +83,13 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
 /// Opens the file `path` to read it; no link, and nothing that would have to be waited for.
 ///
 /// # Errors
-/// If the system refuses, or it is no regular file.
+/// If the system refuses, or it is not a regular file.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(HERE).open(path)?;
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
-        Err(io::Error::other("it is no regular file"))
+        Err(io::Error::other("it is not a regular file"))
     }
 }
 

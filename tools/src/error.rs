@@ -39,8 +39,8 @@ impl Error {
         }
     }
 
-    /// Whether another try from the last checkpoint would end alike: a step has the same bits every
-    /// time.
+    /// Whether another try from the last checkpoint would end alike: steps are always bitwise
+    /// reproducible.
     pub fn comes_again(&self) -> bool {
         matches!(self, Self::Run(megatron::Error::Diverged(_)))
     }

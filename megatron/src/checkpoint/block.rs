@@ -41,14 +41,14 @@ pub(super) fn misfit(
 ) -> Option<String> {
     if offset.len() != global.len() || shape.len() != global.len() {
         return Some(format!(
-            "a box at {offset:?} of shape {shape:?} has another rank than the tensor's {global:?}"
+            "a box at {offset:?} of shape {shape:?} has a different number of dimensions than the tensor's {global:?}"
         ));
     }
     let inside = (0..global.len())
         .all(|d| offset[d].checked_add(shape[d]).is_some_and(|end| end <= global[d]));
     if !inside {
         return Some(format!(
-            "a box at {offset:?} of shape {shape:?} leaves the tensor's {global:?}"
+            "a box at {offset:?} of shape {shape:?} exceeds the tensor's {global:?}"
         ));
     }
     match volume(shape) {
@@ -205,7 +205,7 @@ pub(super) fn check_cover(
     match numel.checked_sub(covered) {
         Some(0) => Ok(()),
         Some(missing) => Err(format!("nothing holds {missing} of its {numel} elements")),
-        None => Err(format!("{covered} elements are held, but it has {numel}")),
+        None => Err(format!("{covered} of its {numel} elements are held")),
     }
 }
 

@@ -132,7 +132,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             None => Ok(path.to_path_buf()),
             Some(_) => Err(Error::checkpoint(
                 path,
-                "is one iteration's folder; name the folder around it, or no iteration",
+                "is the folder of one iteration; give its parent folder, or leave the iteration out",
             )),
         };
     }
@@ -142,7 +142,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             if is_one(&folder) {
                 return Ok(folder);
             }
-            Err(Error::checkpoint(&folder, format!("is not there; {}", those_in(path)?)))
+            Err(Error::checkpoint(&folder, format!("does not exist; {}", those_in(path)?)))
         }
         None => match latest(path)? {
             Some(latest) => Ok(latest.path),
@@ -151,7 +151,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                     path,
                     match Found::at(path) {
                         None | Some(Found::Ours) => {
-                            format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")
+                            format!("holds no checkpoint: {POINTER} and {MANIFEST} are missing")
                         }
                         Some(Found::Missing)
                             if path
@@ -167,8 +167,8 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                 [only] => Ok(iteration_dir(path, *only)),
                 all => {
                     let message = format!(
-                        "has no {POINTER}, and checkpoints of the iterations {}; name the folder of one of them, or write its \
-                         number into that file",
+                        "has no {POINTER}, but checkpoints of the iterations {}; give the folder \
+                         of one of them, or write its number into that file",
                         listed(all)
                     );
                     Err(Error::checkpoint(path, message))
@@ -189,7 +189,7 @@ fn listed(iterations: &[u64]) -> String {
 fn those_in(dir: &Path) -> Result<String> {
     Ok(match iterations(dir)?.as_slice() {
         [] => format!("{} holds no checkpoint", dir.display()),
-        all => format!("there are checkpoints of the iterations {}", listed(all)),
+        all => format!("it has checkpoints of the iterations {}", listed(all)),
     })
 }
 
@@ -298,7 +298,7 @@ pub(super) fn use_another(folder: &Path) -> String {
         others.take(SHOWN_OTHERS).map(|other| other.display().to_string()).collect();
     match shown.as_slice() {
         [] => "use another checkpoint".into(),
-        shown => format!("use another checkpoint, such as {}", shown.join(" or ")),
+        shown => format!("use another checkpoint, for example {}", shown.join(" or ")),
     }
 }
 
@@ -337,7 +337,7 @@ pub(super) fn refuse_checkpoint(dir: &Path) -> Result<()> {
     match any_checkpoint(dir)? {
         None => Ok(()),
         // It may be what is read, so nobody is told to remove it.
-        Some(path) => Err(Error::checkpoint(&path, "is there already; write to a new folder")),
+        Some(path) => Err(Error::checkpoint(&path, "already exists; write to a new folder")),
     }
 }
 
@@ -366,7 +366,7 @@ pub fn latest(dir: &Path) -> Result<Option<Latest>> {
             return Error::checkpoint(dir, Found::MegatronLm.advice(dir));
         }
         let message = format!(
-            "should hold the number of an iteration, but holds {:?}; write one into it",
+            "should hold the number of an iteration, but holds {:?}; write a number into it",
             text.trim()
         );
         Error::checkpoint(&pointer, message)
@@ -375,7 +375,7 @@ pub fn latest(dir: &Path) -> Result<Option<Latest>> {
     // A run that was killed while it replaced this very checkpoint left the older one aside.
     let path = [names.target.clone(), names.aside].into_iter().find(|path| path.is_dir()).ok_or_else(|| {
         let message = format!(
-            "is not there, though {} names iteration {iteration}; write the number of an existing one into it",
+            "is missing, although {} names iteration {iteration}; write the number of an existing iteration into that file",
             pointer.display()
         );
         Error::checkpoint(&names.target, message)

@@ -48,12 +48,13 @@ impl FolderLock {
             let what = match (mine, there) {
                 (Ok(mine), Ok(there)) if mine == there => return None,
                 (_, Err(error)) if error.kind() == ErrorKind::NotFound => "is gone",
-                (_, Err(_)) => "cannot be found any more",
-                _ => "is another folder now",
+                (_, Err(_)) => "cannot be found",
+                _ => "is now a different folder",
             };
             Some(format!(
-                "{what}: the folder that this run saves into was moved, removed or replaced while it went on, and nothing was saved to its place; \
-                 put it back, or go on from its last checkpoint with --load and --save where it is now"
+                "{what}: the folder that this run saves into was moved, removed or replaced during \
+                 the run, so nothing was saved; move it back, or continue from its last checkpoint \
+                 with --load and --save at its new path"
             ))
         });
         agree(&self.dir, world, refusal.as_ref())
@@ -87,7 +88,7 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
         let mark = tempfile::Builder::new().prefix(MARK).tempfile_in(dir);
         // Closed: some file systems show others no file that is open.
         mark.map(|mark| Some(mark.into_temp_path()))
-            .map_err(|error| format!("cannot be written into: {error}"))
+            .map_err(|error| format!("cannot be written to: {error}"))
     } else {
         Ok(None)
     };
@@ -99,7 +100,7 @@ fn see_together(dir: &Path, world: &Group) -> Result<()> {
     let is_seen =
         names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
     let refusal = format!(
-        "is not one folder for all ranks: rank {} does not see there what rank 0 writes; name one that all machines share",
+        "is not the same folder for all ranks: rank {} does not see the files of rank 0; give a folder that all machines share",
         world.rank()
     );
     agree(dir, world, (!is_seen).then_some(&refusal))
@@ -153,7 +154,7 @@ fn lock(dir: &Path) -> std::result::Result<File, String> {
     match folder.try_lock() {
         Ok(()) | Err(TryLockError::Error(_)) => Ok(folder),
         Err(TryLockError::WouldBlock) => {
-            Err("is where another run saves at this moment; wait until it has ended or stop it, or save elsewhere"
+            Err("is in use: another run is saving there; wait until it ends, stop it, or save elsewhere"
                 .into())
         }
     }
@@ -229,7 +230,7 @@ mod tests {
                     moved.contains("saved: is gone") && moved.contains("with --load and --save"),
                     "{moved}"
                 );
-                assert!(replaced.contains("saved: is another folder now"), "{replaced}");
+                assert!(replaced.contains("saved: is now a different folder"), "{replaced}");
                 assert_eq!([linked, back], ["", ""]);
             }
         });

@@ -86,16 +86,16 @@ impl Found {
         let shown = path.display();
         match self {
             Self::Missing if could_be_of_the_hub(path) => format!(
-                "does not exist; if it is the name of a model on the Hugging Face hub, fetch that first: `hf download {shown} \
-                 --local-dir DIR`, and name DIR"
+                "does not exist; if it is the name of a model on the Hugging Face hub, download it \
+                 first: `hf download {shown} --local-dir DIR`, and give DIR"
             ),
             Self::Missing => "does not exist".into(),
-            Self::File => "is a file; name the folder that it is in".into(),
+            Self::File => "is a file; give its folder".into(),
             Self::Ours => {
-                "is a checkpoint of this program: --load it, with --finetune to begin at the first step; it needs no import".into()
+                "is a checkpoint of this program and needs no import: --load it, with --finetune to start at the first step".into()
             }
-            Self::HuggingFace => "holds a Hugging Face model, no checkpoint; start from it by --init-from-hf, or make a checkpoint of it \
-                                  by `megatron import`"
+            Self::HuggingFace => "holds a Hugging Face model, not a checkpoint; start from it with \
+                --init-from-hf, or convert it with `megatron import`"
                 .into(),
             Self::Adapter => {
                 "holds a LoRA adapter, not a model; merge it first: with peft, AutoPeftModelForCausalLM.from_pretrained(DIR)\
@@ -103,11 +103,12 @@ impl Found {
                     .into()
             }
             Self::MegatronLm => {
-                format!("is a checkpoint of Megatron-LM; make one of this program of it by `megatron import {shown} NEW`, and --load NEW")
+                format!("is a checkpoint of Megatron-LM; convert it with `megatron import {shown} NEW`, and --load NEW")
             }
             Self::DeepSpeed => format!(
-                "is a checkpoint of DeepSpeed; make a Hugging Face model of it there by `python {ZERO_TO_FP32} . HF \
-                 --safe_serialization`, copy the model's config.json and tokenizer into HF, and name that by --init-from-hf"
+                "is a checkpoint of DeepSpeed; in that folder, convert it to a Hugging Face model \
+                 with `python {ZERO_TO_FP32} . HF --safe_serialization`, copy the model's \
+                 config.json and tokenizer into HF, and give HF to --init-from-hf"
             ),
         }
     }

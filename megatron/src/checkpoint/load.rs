@@ -167,8 +167,8 @@ pub(super) fn read_chunk(
     let actual = file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
     if actual != *crc32c {
         let message = format!(
-            "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \
-             {crc32c:08x}; {}",
+            "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, \
+             but the manifest records {crc32c:08x}; {}",
             file.path().parent().map_or_else(String::new, use_another)
         );
         return Err(Error::checkpoint(file.path(), message));

@@ -116,7 +116,8 @@ impl Manifest {
         let Version { format_version } = serde_json::from_slice(&bytes).map_err(json)?;
         if format_version != FORMAT_VERSION {
             return Err(refuse(format!(
-                "has format version {format_version}; this program reads {FORMAT_VERSION}"
+                "has format version {format_version}, but this program reads {FORMAT_VERSION}; use \
+                 the version of the program that wrote it"
             )));
         }
         let mut manifest: Self = serde_json::from_slice(&bytes).map_err(json)?;
@@ -217,7 +218,9 @@ impl Manifest {
             held.into_keys().filter(|(_, kind)| kinds.contains(kind)).collect();
         surplus.sort_unstable();
         differences.extend(
-            surplus.iter().map(|(name, kind)| format!("it has {name} ({kind}), the model has not")),
+            surplus.iter().map(|(name, kind)| {
+                format!("it has {name} ({kind}), which the model does not have")
+            }),
         );
         self.refuse_differences(&differences)
     }
@@ -232,10 +235,8 @@ impl Manifest {
             0 => String::new(),
             more => format!("; and {more} more differences"),
         };
-        let message = format!(
-            "does not fit the model: {}{more}; is it of another architecture?",
-            shown.join("; ")
-        );
+        let message =
+            format!("does not fit the model: {}{more}; the architectures differ", shown.join("; "));
         Err(Error::checkpoint(&self.folder, message))
     }
 }
@@ -283,9 +284,9 @@ impl TensorEntry {
                 .start
                 .checked_add(chunk.flat.len())
                 .and_then(|end| end.checked_mul(self.dtype.size()));
-            let size = files
-                .get(&chunk.file)
-                .ok_or_else(|| format!("is in {:?}, which is not listed", chunk.file))?;
+            let size = files.get(&chunk.file).ok_or_else(|| {
+                format!("is in {:?}, which the manifest does not list", chunk.file)
+            })?;
             if end.is_none_or(|end| end as u64 > *size) {
                 return Err(format!(
                     "a chunk of {} elements reaches past the end of {}",
@@ -305,14 +306,16 @@ impl TensorEntry {
 
 /// Checks the first line against the rest.
 fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
-    let line =
-        bytes.iter().position(|&b| b == b'\n').ok_or("is not a manifest: it has no second line")?;
+    let line = bytes
+        .iter()
+        .position(|&b| b == b'\n')
+        .ok_or("is not a manifest: its second line is missing")?;
     let (line, body) = (&bytes[..line], &bytes[line + 1..]);
     let recorded = std::str::from_utf8(line)
         .ok()
         .and_then(|line| line.strip_prefix(CHECKSUM_LINE)?.strip_suffix("\","))
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
-        .ok_or("is not a manifest: its first line holds no checksum")?;
+        .ok_or("is not a manifest: its first line has no checksum")?;
     let actual = crc32c::crc32c(body);
     if actual != recorded {
         return Err(format!(

@@ -213,7 +213,7 @@ pub(super) fn finish(
                     let (first, known) = entry.get_mut();
                     if (&known.shape, known.dtype) != (&tensor.shape, tensor.dtype) {
                         return Err(refuse(format!(
-                            "{} ({}) is {} {:?} to rank {first} and {} {:?} to rank {rank}",
+                            "{} ({}) is {} {:?} on rank {first}, but {} {:?} on rank {rank}",
                             known.name,
                             known.kind,
                             known.dtype,
@@ -239,7 +239,7 @@ pub(super) fn finish(
     };
     manifest
         .validate()
-        .map_err(|why| refuse(format!("the ranks' shards do not make a whole: {why}")))?;
+        .map_err(|why| refuse(format!("the ranks' shards do not form a complete tensor: {why}")))?;
     let bytes = manifest.to_bytes().map_err(|e| refuse(e.to_string()))?;
     write_synced(&names.temp.join(MANIFEST), &bytes)?;
     names.commit()

@@ -162,7 +162,7 @@ impl SafetensorsWriter {
     pub fn finish(self) -> Result<u64> {
         if self.size != self.promised {
             let message =
-                format!("internal error: {} bytes were written of {}", self.size, self.promised);
+                format!("internal error: {} of {} bytes were written", self.size, self.promised);
             return Err(Error::checkpoint(&self.path, message));
         }
         let file =
@@ -189,8 +189,9 @@ impl ShardFile {
     pub fn open(path: &Path) -> Result<Self> {
         let mut file = files::open_binary(path).map_err(|e| Error::io("open", path, e))?;
         let size = file.metadata().map_err(|e| Error::io("inspect", path, e))?.len();
-        let damaged =
-            |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
+        let damaged = |what: String| {
+            Error::checkpoint(path, format!("not a complete safetensors file: {what}"))
+        };
         let mut length = [0; LENGTH_BYTES as usize];
         if size < LENGTH_BYTES {
             return Err(damaged(format!("it has only {size} bytes")));
@@ -208,7 +209,9 @@ impl ShardFile {
         let data = LENGTH_BYTES + length;
         if metadata.data_len() as u64 != size - data {
             let expected = metadata.data_len() as u64 + data;
-            return Err(damaged(format!("it has {size} bytes, its header describes {expected}")));
+            return Err(damaged(format!(
+                "it has {size} bytes, but its header describes {expected}"
+            )));
         }
         Ok(Self { path: path.to_path_buf(), file, metadata, data })
     }
@@ -269,7 +272,7 @@ impl ShardFile {
             self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
         if info.dtype != dtype.safetensors() {
             return Err(refuse(format!(
-                "tensor {key:?} is {:?}, the manifest says {dtype}",
+                "tensor {key:?} is {:?}, but the manifest says {dtype}",
                 info.dtype
             )));
         }
@@ -278,7 +281,7 @@ impl ShardFile {
         if elements.start > elements.end || elements.end > held {
             let Range { start, end } = elements;
             return Err(refuse(format!(
-                "tensor {key:?} has {held} elements, the manifest wants {start}..{end}"
+                "tensor {key:?} has {held} elements, but the manifest needs {start}..{end}"
             )));
         }
         Ok(self.data + (begin + elements.start * dtype.size()) as u64)

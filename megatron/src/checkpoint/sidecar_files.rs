@@ -60,8 +60,8 @@ impl SidecarFiles {
             Some(SidecarFile { from, to, .. }) => Err(Error::checkpoint(
                 to,
                 format!(
-                    "is not the file that goes along with the checkpoint, {}, and would be lost; write to another folder, \
-                     or move this file away",
+                    "differs from the file that belongs to the checkpoint, {}, and would be lost; \
+                     write to another folder, or move this file away",
                     from.display()
                 ),
             )),

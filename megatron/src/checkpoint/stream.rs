@@ -68,7 +68,7 @@ impl StreamWriter {
         let (Some(tensor), Some(out)) = (self.tensors.get_mut(self.written), &mut self.out) else {
             return Err(Error::checkpoint(
                 &self.names.target,
-                "internal error: a tensor too many was written",
+                "internal error: one tensor too many was written",
             ));
         };
         let numel: usize = tensor.shape.iter().product();

@@ -160,7 +160,7 @@ pub(super) fn read_bytes(
             }
             Elements::Halves { low: None, .. } => {
                 return Err(Error::config(
-                    "internal error: half of a tensor's values was to be saved",
+                    "internal error: only half of a tensor's values would be saved",
                 ));
             }
             Elements::FileBacked(file_backed) => f(&file_backed.read_bytes(&part)?)?,

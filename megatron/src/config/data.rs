@@ -213,13 +213,13 @@ pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     };
     let fields: Vec<&str> = text.split(',').map(str::trim).collect();
     if fields.len() > 3 {
-        return Err(wrong(format!("has {} weights rather than at most three", fields.len())));
+        return Err(wrong(format!("has {} weights, but at most three are allowed", fields.len())));
     }
     let mut weights = [0.0; 3];
     for (weight, field) in weights.iter_mut().zip(&fields) {
         *weight = field
             .parse::<f64>()
-            .map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
+            .map_err(|_| wrong(format!("has \"{field}\", which is not a number")))?;
         if !weight.is_finite() || *weight < 0.0 {
             return Err(wrong(format!("has the weight {field}, which is negative or not finite")));
         }

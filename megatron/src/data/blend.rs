@@ -43,8 +43,8 @@ impl Blend {
         {
             let (sources, weights) = (sources.len(), weights.len());
             return Err(Error::config(format!(
-                "a blend of {size} samples of {sources} sources by {weights} weights cannot be made; give up to \
-                 {MOST_SOURCES} sources, a weight for each, and something to read"
+                "cannot blend {size} samples of {sources} sources with {weights} weights; give up \
+                 to {MOST_SOURCES} sources that are not empty, with one weight for each"
             )));
         }
         let weights = normalized(weights);

@@ -58,7 +58,7 @@ pub(super) fn train_bpe(
     // The trainer asks for memory for all of them at once.
     if vocab_size > LARGEST_VOCABULARY {
         return Err(Error::config(format!(
-            "a vocabulary of {vocab_size} tokens is larger than any that is trained here; give {LARGEST_VOCABULARY} at most"
+            "a vocabulary of {vocab_size} tokens is too large to train; give at most {LARGEST_VOCABULARY}"
         )));
     }
     let failed = |error: tokenizers::Error| {
@@ -100,9 +100,9 @@ pub(super) fn train_bpe(
     tokenizer.train(&mut trainer, texts).map_err(failed)?;
     match unreadable {
         Some(error) => Err(error),
-        None if is_empty => Err(Error::config(
-            "there is no text to train a vocabulary on; give files that are not empty",
-        )),
+        None if is_empty => {
+            Err(Error::config("there is no text to train a vocabulary on; give files with text"))
+        }
         None => tokenizer.to_string(false).map_err(failed),
     }
 }

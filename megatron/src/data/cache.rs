@@ -36,8 +36,9 @@ pub(super) struct AtomicFile {
 impl AtomicFile {
     pub fn create(path: &Path) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
-        let name =
-            path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
+        let name = path
+            .file_name()
+            .ok_or_else(|| Error::data(path, "is not a file name; give a file name"))?;
         let folder =
             path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         remove_unfinished(folder, name.to_str());
@@ -135,9 +136,8 @@ impl CacheLock {
 }
 
 fn unusable(folder: &Path, error: &std::io::Error) -> Error {
-    let message = format!(
-        "cannot be the cache's folder: {error}; name one that can be written into (cache_dir)"
-    );
+    let message =
+        format!("cannot be the cache folder: {error}; give a writable folder (cache_dir)");
     Error::data(folder, message)
 }
 
@@ -148,7 +148,7 @@ fn refuse_exposed(folder: &Path) -> Result<()> {
         Ok(None) => Ok(()),
         Ok(Some(why)) => {
             let message =
-                format!("cannot be the cache's folder: it {why}; or name another (cache_dir)");
+                format!("cannot be the cache folder: it {why}; or give another folder (cache_dir)");
             Err(Error::data(folder, message))
         }
         // There is nothing yet.
@@ -193,7 +193,7 @@ pub(super) fn open_or_build<T>(
     open()?.ok_or_else(|| {
         Error::data(
             folder,
-            "what was just cached here is gone; do not clean the cache during a run",
+            "a file that was just cached here is gone; do not clean the cache during a run",
         )
     })
 }

@@ -32,8 +32,8 @@ impl Cyclic {
         let samples = source.num_samples();
         if samples >= TORCH_PERMUTATION_LIMIT {
             return Err(Error::config(format!(
-                "dataloader_type cyclic takes fewer than {TORCH_PERMUTATION_LIMIT} samples, and there are {samples}; use \
-                 single, which is shuffled as well"
+                "dataloader_type cyclic takes fewer than {TORCH_PERMUTATION_LIMIT} samples, but \
+                 there are {samples}; use single, which also shuffles"
             )));
         }
         Ok(Self { source, order: Mutex::new(None) })

@@ -16,19 +16,19 @@ use crate::{Error, Result};
 /// If a file cannot be read or is another one.
 pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
     if !vocab.exists() {
-        return Err(Error::data(vocab, "does not exist; name GPT-2's vocab.json (--vocab-file)"));
+        return Err(Error::data(vocab, "does not exist; give GPT-2's vocab.json (--vocab-file)"));
     }
     let tokens = object(vocab)?;
     if tokens.is_empty() || !tokens.values().all(Value::is_u64) {
         return Err(Error::data(
             vocab,
-            "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json",
+            "is not a vocabulary, an object of tokens and their ids; give GPT-2's vocab.json",
         ));
     }
     let text = crate::files::read_text(merges, super::tokenizer_config::MAX_FILE_BYTES).map_err(
         |error| match error.kind() {
             std::io::ErrorKind::NotFound => {
-                Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)")
+                Error::data(merges, "does not exist; give GPT-2's merges.txt (--merge-file)")
             }
             _ => Error::io("read", merges, error),
         },
@@ -42,7 +42,7 @@ pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
         _ => Err(Error::data(
             merges,
             format!(
-                "line {} is no pair of tokens with a space between; name GPT-2's merges.txt",
+                "line {} is not a pair of tokens separated by a space; give GPT-2's merges.txt",
                 i + 1
             ),
         )),

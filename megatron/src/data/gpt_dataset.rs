@@ -57,7 +57,7 @@ impl GptDataset {
     ) -> Result<Self> {
         let seed = u32::try_from(seed).map_err(|_| {
             Error::config(format!(
-                "seed {seed}: Megatron's order of samples takes seeds below 2^32; give a smaller one"
+                "seed {seed}: Megatron's order of samples needs a seed below 2^32; give a smaller seed"
             ))
         })?;
         let mut key = KeyHasher::default();
@@ -263,7 +263,7 @@ fn build(
 
 fn beyond_memory(plan: &Plan, documents: u64) -> String {
     format!(
-        "{} epochs of {documents} documents and {} samples are too many for one index; train fewer samples, or on more data",
+        "{} epochs of {documents} documents and {} samples are too many for one index; train on fewer samples, or give more data",
         plan.epochs, plan.num_samples
     )
 }

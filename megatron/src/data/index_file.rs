@@ -98,7 +98,7 @@ impl IndexFile {
     pub fn damaged(&self) -> Error {
         Error::data(
             &self.path,
-            "is damaged or was replaced during the run; remove it, it is made anew",
+            "is damaged or was replaced during the run; remove it, and the next run builds it again",
         )
     }
 }

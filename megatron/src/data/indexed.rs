@@ -129,7 +129,7 @@ impl IndexedDataset {
         if dataset.num_tokens == 0 {
             return Err(Error::data(
                 &dataset.bin_path,
-                "holds no tokens; preprocess a text that is not empty",
+                "holds no tokens; preprocess text that is not empty",
             ));
         }
         Ok(dataset)
@@ -250,7 +250,7 @@ impl IndexedDataset {
             Some((i, value)) => Err(Error::data(
                 &self.bin_path,
                 format!(
-                    "holds {value} at byte {}, which is no token id; the file is damaged, make it anew",
+                    "holds {value} at byte {}, which is not a token id; the file is damaged, create it again",
                     offset + (i * size) as u64
                 ),
             )),
@@ -335,8 +335,8 @@ impl IndexedDataset {
             return Err(Error::data(
                 &self.bin_path,
                 format!(
-                    "has {bin_len} bytes, of which {} accounts for {furthest}; the two files do not belong together, \
-                     copy or make both again",
+                    "has {bin_len} bytes, but {} describes {furthest}; the two files do not belong \
+                     together; copy or create both again",
                     self.idx_path.display()
                 ),
             ));
@@ -360,7 +360,7 @@ impl IndexedDataset {
                     || (entry == 0 && boundary != 0)
                 {
                     return Err(self.damaged(format!(
-                        "document boundary {entry} is sequence {boundary}, after {previous} and with {} sequences",
+                        "document boundary {entry} is sequence {boundary}, but must be between {previous} and {}",
                         self.num_sequences
                     )));
                 }
@@ -410,17 +410,14 @@ pub(super) fn pair_paths(prefix: &Path) -> (PathBuf, PathBuf) {
 }
 
 fn damaged(path: &Path, what: &str) -> Error {
-    Error::data(path, format!("is damaged: {what}; copy it again or make the dataset anew"))
+    Error::data(path, format!("is damaged: {what}; copy it again or rebuild the dataset"))
 }
 
 fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
     let file = crate::files::open_binary(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::data(
             path,
-            format!(
-                "does not exist; an indexed dataset is a pair of files, this one and {}",
-                other.display()
-            ),
+            format!("does not exist; an indexed dataset needs this file and {}", other.display()),
         ),
         _ => Error::io("open", path, error),
     })?;
@@ -432,7 +429,7 @@ fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
         ));
     }
     if meta.len() == 0 {
-        return Err(Error::data(path, "is empty; copy it again or make the dataset anew"));
+        return Err(Error::data(path, "is empty; copy it again or rebuild the dataset"));
     }
     Ok((file, meta.len()))
 }
@@ -476,14 +473,14 @@ impl Header {
         if &bytes[..9] != MAGIC {
             return Err(Error::data(
                 path,
-                "does not begin with MMIDIDX, so it is no Megatron index; give the prefix of an indexed dataset",
+                "does not begin with MMIDIDX, so it is not a Megatron index; give the prefix of an indexed dataset",
             ));
         }
         if u64_at(9) != VERSION {
             return Err(Error::data(
                 path,
                 format!(
-                    "is of version {}, but only version {VERSION} is known; make the dataset anew",
+                    "has version {}, but only version {VERSION} is supported; rebuild the dataset",
                     u64_at(9)
                 ),
             ));
@@ -492,7 +489,7 @@ impl Header {
             Error::data(
                 path,
                 format!(
-                    "says that tokens have type {}, which is no type of integers; make the dataset anew",
+                    "gives tokens type {}, which is not an integer type; rebuild the dataset",
                     bytes[17]
                 ),
             )
@@ -515,8 +512,8 @@ impl Header {
             return Err(Error::data(
                 path,
                 format!(
-                    "has {len} bytes, but {num_sequences} sequences and {num_boundaries} document entries take {expected}: \
-                     it is {}; copy it again or make the dataset anew",
+                    "has {len} bytes, but {num_sequences} sequences and {num_boundaries} document \
+                     entries need {expected}: it is {}; copy it again or rebuild the dataset",
                     if len < expected { "truncated" } else { "damaged or of a newer format" }
                 ),
             ));

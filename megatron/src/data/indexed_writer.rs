@@ -48,7 +48,7 @@ impl IndexedWriter {
             let count = tokens.len();
             Error::data(
                 &self.bin_path,
-                format!("a sequence of {count} tokens is too long for the format; cut the text"),
+                format!("a sequence of {count} tokens is too long for the format; split the text"),
             )
         })?;
         if let Some(token) = tokens.iter().find(|&&token| token > self.token_type.max()) {

@@ -37,13 +37,14 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
     let tokenizer = tokenizer
         .map(|spec| Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir));
     let tokenizer = tokenizer.transpose()?;
-    let vocab_size = tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
-        Error::config("--mock-data makes up tokens of a vocabulary; give its size with --vocab-size, or a --tokenizer")
-    })?;
+    let vocab_size =
+        tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
+            Error::config("--mock-data needs a vocabulary size; give --vocab-size or --tokenizer")
+        })?;
     let eod = end_of_documents(tokenizer.as_ref(), vocab_size);
     let dataset = Arc::new(dataset(vocab_size, eod, &cfg.cache_dir)?);
     let mut description = vec![format!(
-        "made-up data: {} documents, {} tokens of a vocabulary of {vocab_size}",
+        "made-up data: {} documents, {} tokens, vocabulary {vocab_size}",
         dataset.num_documents(),
         dataset.num_tokens()
     )];

@@ -177,25 +177,24 @@ pub fn open(
     let opener = Opener::new(cfg, &prepared, split, seq_length, seed);
     let train = opener.source(TRAIN, requested.train)?;
     let mut notes = Vec::new();
-    let mut held_out = |part: splits::Part,
-                        share: f64,
-                        requested: u64|
-     -> Result<Option<Arc<dyn SampleSource>>> {
-        let source = opener.held_out(part, requested)?;
-        if let Err(path) = source
-            && prepared.weights.is_some()
-            && share > 0.0
-            && requested > 0
-        {
-            // Of a blend one dataset that is too short is enough, though the others are not.
-            notes.push(format!(
-                "note: nothing is evaluated on {} data: there {} has fewer tokens than a sample; leave it out of the blend, or give it a larger split",
-                part.0,
-                path.display()
-            ));
-        }
-        Ok(source.ok())
-    };
+    let mut held_out =
+        |part: splits::Part, share: f64, requested: u64| -> Result<Option<Arc<dyn SampleSource>>> {
+            let source = opener.held_out(part, requested)?;
+            if let Err(path) = source
+                && prepared.weights.is_some()
+                && share > 0.0
+                && requested > 0
+            {
+                // Of a blend one dataset that is too short is enough, though the others are not.
+                notes.push(format!(
+                    "note: nothing is evaluated on {} data: the part of {} has fewer tokens than a \
+                 sample; leave it out of the blend, or give it a larger split",
+                    part.0,
+                    path.display()
+                ));
+            }
+            Ok(source.ok())
+        };
     let valid = held_out(VALID, split[1], requested.valid)?;
     let test = held_out(TEST, split[2], requested.test)?;
     let count = |source: &Option<Arc<dyn SampleSource>>| {
@@ -257,7 +256,7 @@ pub fn open_part(
     let part =
         [TRAIN, VALID, TEST].into_iter().find(|(name, _)| *name == part).ok_or_else(|| {
             Error::config(format!(
-                "a split has no part {part}; its parts are train, valid and test"
+                "a split has no part {part}; the parts are train, valid and test"
             ))
         })?;
     let cfg = DataConfig { dataloader_type: DataloaderType::Sequential, ..cfg.clone() };
@@ -269,8 +268,7 @@ pub fn open_part(
 
 fn weights_without_samples() -> Error {
     Error::config(
-        "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
-         sample is read once",
+        "the data path has weights, but every sample is read once here; leave the weights out",
     )
 }
 
@@ -289,10 +287,12 @@ fn document_ends(
     let made_up = cfg.mock.then(|| mock::end_of_documents(tokenizer, vocab_size));
     let token = tokenizer.and_then(Tokenizer::eod).or(made_up).ok_or_else(|| {
         Error::config(match tokenizer {
-            Some(tokenizer) => format!("{setting}: {}, or leave {setting} out", tokenizer.lacks_eod()),
+            Some(tokenizer) => {
+                format!("{setting}: {}, or leave {setting} out", tokenizer.lacks_eod())
+            }
             None => format!(
-                "{setting}: indexed datasets do not say which token ends documents; give --tokenizer with the tokenizer they \
-                 were made with"
+                "{setting}: indexed datasets do not record the end-of-document token; give \
+                 --tokenizer with the tokenizer they were made with"
             ),
         })
     })?;
@@ -308,13 +308,14 @@ fn document_ends(
 fn agreed_vocabulary(tokenizer: Option<&Tokenizer>, vocab_size: Option<usize>) -> Result<usize> {
     match (tokenizer.map(Tokenizer::vocab_size), vocab_size) {
         (Some(tokens), Some(model)) if tokens > model => Err(Error::config(format!(
-            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the tokenizer the model was made for, or vocab_size {tokens}"
+            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the \
+             model's own tokenizer, or vocab_size {tokens}"
         ))),
         (_, Some(model)) => Ok(model),
         (Some(tokens), None) => Ok(tokens),
         (None, None) => Err(Error::config(
-            "indexed datasets do not say how large their vocabulary is; give --vocab-size, or --tokenizer with the tokenizer \
-             they were made with",
+            "indexed datasets do not record their vocabulary size; give --vocab-size, or \
+             --tokenizer with the tokenizer they were made with",
         )),
     }
 }

@@ -45,15 +45,15 @@ fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
     for pair in entries.chunks(2) {
         let [weight, path] = pair else {
             return Err(Error::config(format!(
-                "the data path begins with a weight and ends with \"{}\", which has no path after it; give weights and paths in \
-                 turn: 0.7 A 0.3 B",
+                "the data path starts with a weight, but the last weight, \"{}\", has no path \
+                 after it; alternate weights and paths: 0.7 A 0.3 B",
                 pair[0]
             )));
         };
         let weight = number(weight).filter(|weight| *weight > 0.0 && weight.is_finite()).ok_or_else(|| {
             Error::config(format!(
-                "the data path has \"{weight}\" where the weight of {path} belongs, a number above 0; give weights and paths in \
-                 turn: 0.7 A 0.3 B"
+                "the data path has \"{weight}\" as the weight of {path}, which must be a number \
+                 above 0; alternate weights and paths: 0.7 A 0.3 B"
             ))
         })?;
         weights.push(weight);

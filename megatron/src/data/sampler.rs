@@ -190,7 +190,7 @@ impl Loader {
         let (rank, cp) = self.part;
         if !s.is_multiple_of(cp) {
             return Err(Error::config(format!(
-                "context parallelism cuts sequences evenly: {s} tokens do not divide by context_parallel_size {cp}"
+                "context parallelism splits sequences evenly: {s} tokens are not a multiple of context_parallel_size {cp}"
             )));
         }
         let length = s / cp;
@@ -215,8 +215,9 @@ impl Loader {
         Error::data(
             self.source.path(),
             format!(
-                "token id {token} at position {position} of sample {sample}, but the vocabulary has {} (ids 0 to {}); the \
-                 dataset was made with another tokenizer: give that one, or make the dataset anew",
+                "token id {token} at position {position} of sample {sample}, but the vocabulary \
+                 has {} (ids 0 to {}); the dataset was made with another tokenizer: give that \
+                 tokenizer, or rebuild the dataset",
                 self.vocab_size,
                 self.vocab_size.saturating_sub(1)
             ),

@@ -91,7 +91,7 @@ impl Segment {
             if count == 0 {
                 return Err(Error::data(
                     self.dataset.path(),
-                    "changed while it was read; start again",
+                    "changed while it was read; start the run again",
                 ));
             }
             let (head, tail) = out.split_at_mut(count as usize);

@@ -224,14 +224,14 @@ impl<'a> Opener<'a> {
         let counts = [TRAIN, VALID, TEST].map(|part| (part.0, count(part)));
         match counts.iter().find(|(_, count)| *count == all) {
             Some((part, _)) if all == 1 => {
-                format!("deals whole {what}, and there is 1: all of it goes to {part}")
+                format!("does not cut {what}, and there is only 1: all of it goes to {part}")
             }
             Some((part, _)) => {
-                format!("deals whole {what}, and there are {all}: all of them go to {part}")
+                format!("does not cut {what}: all {all} of them go to {part}")
             }
             None => {
                 let [train, valid, test] = counts.map(|(part, count)| format!("{count} to {part}"));
-                format!("deals whole {what}, and there are {all}: {train}, {valid}, {test}")
+                format!("does not cut {what}: of {all}, {train}, {valid}, {test}")
             }
         }
     }

@@ -80,8 +80,9 @@ impl Corpus {
                 if NO_TEXT_EXTENSIONS.contains(&extension.to_lowercase().as_str()) {
                     return Err(Error::data(
                         path,
-                        "holds records, not text: a run would train on their syntax; make a dataset of one of their keys \
-                         by `megatron preprocess`, and give its prefix",
+                        "holds records, not text: a run would train on their syntax; convert one \
+                         of their keys to a dataset with `megatron preprocess`, and give its \
+                         prefix",
                     ));
                 }
                 match read_text(path, &mut hasher)? {
@@ -92,7 +93,7 @@ impl Corpus {
                     Content::Binary(why) => {
                         return Err(Error::data(
                             path,
-                            format!("is no text: {why}; give UTF-8 text"),
+                            format!("is not text: {why}; give UTF-8 text"),
                         ));
                     }
                 }
@@ -111,7 +112,7 @@ impl Corpus {
                 return Err(Error::data(
                     path,
                     format!(
-                        "holds no text; files with these endings are read: {}; hidden and binary ones are not",
+                        "holds no text; files with these endings are read: {}; hidden and binary files are not",
                         TEXT_EXTENSIONS.join(" ")
                     ),
                 ));
@@ -238,8 +239,7 @@ impl Paragraphs {
 
     /// The paragraphs of what `reader` gives; `path` is what errors name.
     pub fn new(path: &Path, reader: Box<dyn BufRead + Send>) -> Self {
-        let no_text =
-            |path: &Path| Error::data(path, "is no text: it is not UTF-8; convert it to UTF-8");
+        let no_text = |path: &Path| Error::data(path, "is not UTF-8 text; convert it to UTF-8");
         Self { path: path.to_path_buf(), reader, ahead: Vec::new(), no_text }
     }
 

@@ -142,7 +142,7 @@ impl Tokenizer {
     fn numbers(spec: &str, vocab_size: &str) -> Result<Self> {
         let size = vocab_size.parse().ok().filter(|size| (1..1 << 31).contains(size)).ok_or_else(|| {
             Error::config(format!(
-                "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give null:VOCAB, such as null:32000"
+                "tokenizer \"{spec}\": \"{vocab_size}\" is not a vocabulary size; give null:VOCAB, such as null:32000"
             ))
         })?;
         Ok(Self::plain(Kind::Numbers, size, spec))
@@ -170,7 +170,7 @@ impl Tokenizer {
     ) -> Result<Self> {
         let size: usize = vocab_size.parse().map_err(|_| {
             Error::config(format!(
-                "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give train:VOCAB, such as train:4096"
+                "tokenizer \"{spec}\": \"{vocab_size}\" is not a vocabulary size; give train:VOCAB, such as train:4096"
             ))
         })?;
         if size < SMALLEST_VOCABULARY {
@@ -257,7 +257,7 @@ impl Tokenizer {
             Error::data(
                 path,
                 format!(
-                    "is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"
+                    "is not a usable tokenizer.json: {error}; copy it again, or give another tokenizer"
                 ),
             )
         };
@@ -267,7 +267,7 @@ impl Tokenizer {
         // It also counts on from the largest id.
         if let Some(id) = ids(&json).find(|&id| id > MAX_ID) {
             return Err(unusable(&format!(
-                "it has the token id {id}, and the largest is {MAX_ID}"
+                "it has the token id {id}, but the largest supported is {MAX_ID}"
             )));
         }
         let mut inner =
@@ -329,12 +329,12 @@ impl Tokenizer {
         let name = &self.name;
         match declared {
             Some(token) => format!(
-                "the vocabulary of {name} has no {token:?}, which is named beside it as eos_token, the token that ends \
-                 documents; take a tokenizer.json that has it, such as transformers' save_pretrained writes, or name another"
+                "the vocabulary of {name} has no {token:?}, but the file beside it names this \
+                 token as eos_token, the end of documents; use a tokenizer.json that has it, such \
+                 as transformers' save_pretrained writes, or name another token"
             ),
             None => format!(
-                "the tokenizer {name} has no token that ends documents; name it as eos_token in the tokenizer_config.json \
-                 beside it"
+                "the tokenizer {name} has no end-of-document token; name one as eos_token in the tokenizer_config.json beside it"
             ),
         }
     }
@@ -402,8 +402,8 @@ impl Tokenizer {
         Err(Error::data(
             path,
             format!(
-                "is another tokenizer than this run's, {mine}, whose file goes there; save elsewhere, or move it away \
-                 (checkpoints beside it are of its tokens)"
+                "differs from this run's tokenizer, {mine}, which would be written there; save \
+                 elsewhere, or move this file away (the checkpoints beside it use its tokens)"
             ),
         ))
     }
@@ -430,7 +430,7 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
                 || piece["Sequence"]["id"] == "B"
             {
                 return Err(format!(
-                    "its post_processor has a template with {piece}, which is not there"
+                    "its post_processor has a template with {piece}, which is not defined"
                 )
                 .into());
             }
@@ -440,10 +440,11 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
     let all = tokenizer.post_process(text, None, true)?.get_ids().to_vec();
     match all.split(|&id| id == A_TEXT).collect::<Vec<_>>().as_slice() {
         [before, behind] => Ok([before.to_vec(), behind.to_vec()]),
-        parts => {
-            Err(format!("its post_processor gives a text {} times, not once", parts.len() - 1)
-                .into())
-        }
+        parts => Err(format!(
+            "its post_processor repeats the text {} times instead of once",
+            parts.len() - 1
+        )
+        .into()),
     }
 }
 

@@ -87,7 +87,7 @@ impl TokenizerConfig {
         let unusable = |path: &Path, what: &str| {
             Error::data(
                 path,
-                format!("{what} is no token with its id; copy the file again, or remove it"),
+                format!("{what} is not a token with an id; copy the file again, or remove it"),
             )
         };
         match listed {
@@ -149,8 +149,9 @@ impl TokenizerConfig {
                 return Err(Error::data(
                     &self.source,
                     format!(
-                        "gives the token {content:?} the id {id}, but the next one behind the vocabulary of tokenizer.json is {}; copy \
-                         the files of the tokenizer again, all of them",
+                        "gives the token {content:?} the id {id}, but the next free id after the \
+                         vocabulary of tokenizer.json is {}; copy all files of the tokenizer \
+                         again",
                         got.unwrap_or_default()
                     ),
                 ));
@@ -179,8 +180,9 @@ impl TokenizerConfig {
             let absent: Vec<String> =
                 absent.into_iter().map(|token| format!("{token:?}")).collect();
             notes.push(format!(
-                "note: {} has not the special tokens {} that are named beside it; they are left out, where transformers adds \
-                 them behind the vocabulary (its save_pretrained writes a tokenizer.json with them)",
+                "note: {} lacks the special tokens {} that the file beside it names; they are left \
+                 out, while transformers appends them to the vocabulary (its save_pretrained \
+                 writes a tokenizer.json with them)",
                 path.display(),
                 absent.join(", ")
             ));
@@ -188,7 +190,8 @@ impl TokenizerConfig {
         for ((setting, part, key), said) in &self.said_twice {
             if let Some(other) = step_says(&json[*part], key).filter(|other| other != said) {
                 notes.push(format!(
-                    "note: {} says {setting} {said} and {} says {other}, which is taken; some classes of transformers take the first",
+                    "note: {} sets {setting} to {said}, but {} sets it to {other}, which is used; \
+                     some classes of transformers use the first",
                     path.with_file_name(CONFIG_FILE).display(),
                     path.display()
                 ));
@@ -218,7 +221,7 @@ pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
         Err(error) => return Err(Error::io("read", path, error)),
     };
     serde_json::from_slice(&bytes).map_err(|error| {
-        Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))
+        Error::data(path, format!("is not a JSON object: {error}; copy it again, or remove it"))
     })
 }
 
@@ -263,18 +266,21 @@ pub(super) fn other_kind(path: &Path) -> Option<String> {
     };
     Some(match there {
         "vocab.txt" => {
-            format!("{place}a WordPiece vocabulary without its tokenizer.json; make one: {CONVERT}")
+            format!(
+                "{place}a WordPiece vocabulary without its tokenizer.json; create one: {CONVERT}"
+            )
         }
         "vocab.json" => format!(
-            "{place}a vocabulary without its merges; GPT-2's is opened by --vocab-file vocab.json --merge-file merges.txt, and of others \
-             transformers makes a tokenizer.json: {CONVERT}"
+            "{place}a vocabulary without its merges; for GPT-2 give --vocab-file vocab.json \
+             --merge-file merges.txt, for others let transformers create a tokenizer.json: \
+             {CONVERT}"
         ),
         _ if there.ends_with(".model") => format!(
-            "{place}a SentencePiece model, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+            "{place}a SentencePiece model, which is not supported; transformers converts it to a tokenizer.json: {CONVERT}"
         ),
         _ if there.ends_with(".tiktoken") => {
             format!(
-                "{place}a tiktoken vocabulary, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+                "{place}a tiktoken vocabulary, which is not supported; transformers converts it to a tokenizer.json: {CONVERT}"
             )
         }
         _ => return None,

@@ -153,7 +153,7 @@ pub fn beneath(
     let unusable = |(_, message): run_file::Problem| {
         megatron::Error::checkpoint(
             &path,
-            format!("what it records of its run cannot be used: {message}"),
+            format!("its recorded settings cannot be used: {message}"),
         )
     };
     let file = run_file::parse(&text_of(&run, &places)?).map_err(unusable)?;

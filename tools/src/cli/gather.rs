@@ -315,10 +315,10 @@ mod tests {
         let parts = [
             "--hiden-size: no such flag; did you mean --hidden-size?",
             "--banana: no such flag; --help lists",
-            "--moe-router-topk 2: mixtures of experts are not there",
+            "--moe-router-topk 2: mixture of experts is not supported",
             "--optimizer muon: optimizers other than",
             "run.toml:2: unknown key `num_layer` under [model]; did you mean `num_layers`?",
-            "run.toml:3: `num_experts`: mixtures of experts are not there",
+            "run.toml:3: `num_experts`: mixture of experts is not supported",
             "run.toml:5: `train_batch_size`: use --global-batch-size",
         ];
         for part in parts {

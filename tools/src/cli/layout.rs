@@ -63,7 +63,7 @@ impl LayoutResolver<'_> {
             (Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB)), Some(asked)) => {
                 let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
                 return Err(Error::usage(format!(
-                    "{asked} needs the interleaved schedule, and {}; drop one of them",
+                    "{asked} needs the interleaved schedule, but {} selects another; drop one of them",
                     self.origins.cite("pipeline_schedule", name)
                 )));
             }
@@ -123,8 +123,8 @@ impl LayoutResolver<'_> {
                 format!(": {world} mod {replica} = {}", world % replica)
             };
             return Err(Error::usage(format!(
-                "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
-                 number of ranks or change the layout"
+                "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; \
+                 start a different number of ranks or change the layout"
             )));
         }
         let derived = world / replica;
@@ -164,7 +164,7 @@ impl LayoutResolver<'_> {
             ];
             return match given.into_iter().find_map(|(key, value)| Some((key, value?))) {
                 Some((key, value)) => Err(Error::usage(format!(
-                    "{} has {} virtual stages on each stage, and {} says otherwise; leave one out",
+                    "{} makes {} virtual stages per stage, but {} asks for a different number; leave one out",
                     found.1,
                     found.0,
                     self.origins.cite(key, value)
@@ -187,7 +187,7 @@ impl LayoutResolver<'_> {
             (Some(layers), None) => layers,
             (Some((_, layers)), Some((_, number))) => {
                 return Err(Error::usage(format!(
-                    "{layers} and {number} set the same thing; drop one of them"
+                    "{layers} and {number} both set the virtual stages; drop one of them"
                 )));
             }
         };
@@ -195,8 +195,9 @@ impl LayoutResolver<'_> {
         let counted = num_layers.saturating_add(split.counted_beside());
         if per_round == 0 || !counted.is_multiple_of(per_round) {
             return Err(Error::usage(format!(
-                "{} must be a multiple of {} · {}; virtual stages have the same number of layers, unless \
-                 num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
+                "{} must be a multiple of {} · {}; virtual stages have equally many layers, unless \
+                 num_virtual_stages_per_pipeline_rank and pipeline_partition set their number and \
+                 sizes",
                 self.origins.cite("num_layers", num_layers),
                 self.origins.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
                 cited

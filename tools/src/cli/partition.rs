@@ -58,7 +58,7 @@ impl Split {
         let keys: Vec<_> = given.iter().map(|(key, _)| *key).collect();
         match keys.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
-                "{first} ({}) and {second} ({}) both say which layers stages have; give one of them",
+                "{first} ({}) and {second} ({}) both distribute layers over stages; give only one",
                 origins.of(first).unwrap_or("?"),
                 origins.of(second).unwrap_or("?")
             ))),
@@ -111,8 +111,8 @@ impl Split {
                 let all = layers.saturating_add(embedding + loss);
                 if !all.is_multiple_of(stages) || all / stages < embedding.max(loss) {
                     return Err(Error::usage(format!(
-                        "{} and what counts as a layer are {all}, which must be a multiple of {stages} ({} · {v} virtual \
-                         stages each)",
+                        "{} and the parts counted as layers make {all}, which must be a multiple \
+                         of {stages} ({} · {v} virtual stages each)",
                         origins.cite("num_layers", layers),
                         origins.cite("pipeline_model_parallel_size", pp)
                     )));
@@ -154,13 +154,13 @@ fn ends(
     let named = first.unwrap_or(0).saturating_add(last.unwrap_or(0));
     let rest = layers
         .checked_sub(named)
-        .ok_or_else(|| wrong(format!("{named} layers are more than there are")))?;
+        .ok_or_else(|| wrong(format!("{named} layers are more than the model has")))?;
     let each = match (others, rest) {
         (0, 0) => 0,
         (others, rest) if others > 0 && rest.is_multiple_of(others) => rest / others,
         _ => {
             return Err(wrong(format!(
-                "{rest} layers are left, which {others} other stages do not share evenly"
+                "{rest} layers are left, which do not divide evenly among {others} other stages"
             )));
         }
     };
@@ -169,7 +169,7 @@ fn ends(
     of_stages[pp - 1] = last.unwrap_or(each);
     if let Some(odd) = of_stages.iter().find(|size| !size.is_multiple_of(v)) {
         return Err(wrong(format!(
-            "the {odd} layers of a stage are not shared evenly by its virtual stages"
+            "the {odd} layers of a stage do not divide evenly among its virtual stages"
         )));
     }
     Ok((0..pp * v).map(|stage| of_stages[stage % pp] / v).collect())
@@ -183,16 +183,16 @@ fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
     let mut at = 0;
     let flat = group(&letters, &mut at, 0)?;
     if at < letters.len() {
-        return Err("a parenthesis is closed that was not opened".to_string());
+        return Err("a closing parenthesis has no opening one".to_string());
     }
     let stages: Vec<&str> = flat.split('|').collect();
     let count = |letter: char| flat.matches(letter).count();
     if count('m') > 0 {
-        return Err("prediction of several tokens (m) is not there".to_string());
+        return Err("multi-token prediction (m) is not supported".to_string());
     }
     if (count('E'), count('L')) != (1, 1) || !flat.starts_with('E') || !flat.ends_with('L') {
         return Err(
-            "it must begin with the one embedding, E, and end with the one loss, L".to_string()
+            "it must begin with its only embedding, E, and end with its only loss, L".to_string()
         );
     }
     Ok(stages.iter().map(|stage| stage.matches('t').count()).collect())
@@ -213,12 +213,12 @@ fn group(letters: &[char], at: &mut usize, depth: usize) -> std::result::Result<
                 inner
             }
             'E' | 't' | 'm' | 'L' | '|' => letter.to_string(),
-            other => return Err(format!("{other:?} is none of E, t, m, L, |, ( ) and *")),
+            other => return Err(format!("{other:?} is not one of E, t, m, L, |, ( ) and *")),
         };
         *at += 1;
         let times = repeats(letters, at)?;
         if flat.len().saturating_add(item.len().saturating_mul(times)) > MOST {
-            return Err("it has more stages and layers than any model".to_string());
+            return Err("it has too many stages and layers".to_string());
         }
         flat.push_str(&item.repeat(times));
     }

@@ -31,7 +31,7 @@ impl Problems {
     pub fn unknown(&mut self, flag: &str, nearest: Option<String>) {
         match nearest {
             Some(known) => self.add(flag, &format!("no such flag; did you mean {known}?")),
-            None => self.add(flag, "no such flag; --help lists those that there are"),
+            None => self.add(flag, "no such flag; --help lists all flags"),
         }
     }
 
@@ -66,7 +66,7 @@ impl Problems {
         }
         if self.others {
             lines.push(
-                "docs/reference/from-megatron-lm.md tells what becomes of other programs' flags"
+                "docs/reference/from-megatron-lm.md explains how flags of other programs are handled"
                     .to_string(),
             );
         }

@@ -138,7 +138,7 @@ impl RunFile {
             Ok((id, words)) => match self.settings.iter().find(|s| s.key == id) {
                 Some(twice) => self
                     .problems
-                    .push((line, format!("`{id}` was already set in line {}", twice.line))),
+                    .push((line, format!("`{id}` is already set in line {}", twice.line))),
                 None => {
                     self.line.add(&id.replace('_', "-"), &texts(value.get_ref()));
                     self.settings.push(Setting { key: id, section: section.0, line, words });
@@ -174,9 +174,7 @@ fn find_section<'a>(
     }
     if !value.get_ref().is_table() {
         if let Some((owner, _)) = owner_of(sections, name) {
-            return Err(format!(
-                "`{name}` stands outside of a section; it belongs under [{owner}]"
-            ));
+            return Err(format!("`{name}` is outside of any section; it belongs under [{owner}]"));
         }
         if let Some(why) = refused(name) {
             return Err(format!("`{name}`: {why}"));
@@ -280,7 +278,7 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
         DeValue::Array(items) if is_list => {
             let (kind, text): (_, fn(&DeValue<'_>) -> Option<String>) = match is_integer {
                 true => ("a list of whole numbers", |item| item.as_integer().map(decimal)),
-                false => ("a list of texts", |item| item.as_str().map(str::to_string)),
+                false => ("a list of strings", |item| item.as_str().map(str::to_string)),
             };
             let text = |item: &Spanned<DeValue<'_>>| {
                 text(item.get_ref())
@@ -296,13 +294,13 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
                 items.iter().map(|item| number(item.get_ref())).collect();
             parts
                 .map(|p| vec![p.join(",")])
-                .ok_or_else(|| "a text or a list of numbers".to_string())
+                .ok_or_else(|| "a string or a list of numbers".to_string())
         }
         _ if is_bool => Err("true or false".to_string()),
         _ if is_integer && is_list => Err("a whole number or a list of them".to_string()),
         _ if is_integer => Err("a whole number".to_string()),
         _ if is_number => Err("a number".to_string()),
-        _ if is_list => Err("a text or a list of texts".to_string()),
+        _ if is_list => Err("a text or a list of strings".to_string()),
         _ if arg_has_choices(arg) => Err(format!("one of {}", choices(arg))),
         _ => Err("a text".to_string()),
     }
@@ -336,7 +334,7 @@ fn decimal(x: &toml::de::DeInteger<'_>) -> String {
 
 fn show(value: &DeValue<'_>) -> String {
     match value {
-        DeValue::String(x) => format!("the text \"{x}\""),
+        DeValue::String(x) => format!("the string \"{x}\""),
         DeValue::Integer(x) => decimal(x),
         DeValue::Float(x) => x.as_str().to_string(),
         DeValue::Boolean(x) => x.to_string(),

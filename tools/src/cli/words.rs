@@ -254,9 +254,10 @@ impl<'a> Sorter<'a> {
             false if on => format!("write {flag} alone"),
             false => format!("leave {flag} out"),
         };
-        self.sorted
-            .problems
-            .add(&format!("{flag} {next}"), &format!("a switch takes no word behind it; {what}"));
+        self.sorted.problems.add(
+            &format!("{flag} {next}"),
+            &format!("a switch takes no value as a separate word; {what}"),
+        );
         self.rest = &self.rest[1..];
     }
 }

@@ -169,6 +169,10 @@ fn tables_of_flags_are_those_of_help() {
             fs::write(&path, &text).unwrap();
         }
         let there = fs::read_to_string(&path).unwrap_or_default();
-        assert!(there == text, "{} is old: run this test with UPDATE_BOOK=1", path.display());
+        assert!(
+            there == text,
+            "{} is out of date: run this test with UPDATE_BOOK=1",
+            path.display()
+        );
     }
 }

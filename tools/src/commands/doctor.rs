@@ -100,7 +100,10 @@ impl Report {
             format!("for CUDA {}, cuBLASLt {}", version(survey.driver), survey.cublas_lt),
         );
         if survey.gpus.is_empty() {
-            self.line("gpus", "the driver is there, but it shows no GPU (CUDA_VISIBLE_DEVICES?)");
+            self.line(
+                "gpus",
+                "the driver is installed, but it shows no GPU (check CUDA_VISIBLE_DEVICES)",
+            );
         }
         for (i, gpu) in survey.gpus.iter().enumerate() {
             let (major, minor) = gpu.capability;
@@ -152,7 +155,10 @@ impl Report {
 
     #[cfg(all(feature = "cuda", not(feature = "nccl")))]
     fn nccl(&mut self) {
-        self.line("nccl", "this program was built without it: ranks exchange GPU tensors through the CPU's memory");
+        self.line(
+            "nccl",
+            "this program was built without it: ranks exchange GPU tensors through host memory",
+        );
     }
 }
 

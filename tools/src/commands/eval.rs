@@ -83,7 +83,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     };
     if world.rank() == 0 && args.data_path.is_empty() {
         tell(&format!(
-            "note: no --data-path is given: that of training is taken, {}",
+            "note: --data-path is not given, so the training data are used: {}",
             data_path.join(" ")
         ));
     }
@@ -131,7 +131,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     }
     if !loss.is_finite() {
         return Err(megatron::Error::Diverged(format!(
-            "the loss is {loss}: weights in {} hold NaN or infinity, or numbers overflow{}; evaluate an earlier checkpoint",
+            "the loss is {loss}: weights in {} hold NaN or infinity, or values overflow{}; evaluate an earlier checkpoint",
             found.path.display(),
             if found.dtype == DType::F16 { " fp16 (try --bf16)" } else { "" }
         ))
@@ -151,7 +151,8 @@ fn recorded_data(found: &Found) -> Result<Vec<String>> {
     let recorded = recorded.and_then(|paths| serde_json::from_value(paths).ok());
     recorded.filter(|paths: &Vec<String>| !paths.is_empty()).ok_or_else(|| {
         Error::usage(format!(
-            "no data: {} does not record any; give --data-path text files, folders of text, or the prefixes of indexed datasets",
+            "no data: {} does not record a data path; give --data-path text files, folders of \
+             text, or prefixes of indexed datasets",
             found.path.display()
         ))
     })

@@ -61,11 +61,11 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 
 fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     let tokenizer = args.load.tokenizer(found)?.ok_or_else(|| {
-        Error::usage("the checkpoint has no tokenizer beside it; name the one it was trained with: --tokenizer FILE")
+        Error::usage("no tokenizer is beside the checkpoint; give the one it was trained with: --tokenizer FILE")
     })?;
     if tokenizer.vocab_size() > found.model.vocab_size {
         return Err(Error::usage(format!(
-            "tokenizer {} has {} tokens, the model {}; name the tokenizer it was trained with",
+            "tokenizer {} has {} tokens, but the model has {}; give the tokenizer it was trained with",
             tokenizer.name(),
             tokenizer.vocab_size(),
             found.model.vocab_size
@@ -90,7 +90,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
     if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
         tell(
-            "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token",
+            "note: --top-k and --top-p have no effect at --temperature 0, which takes the likeliest token",
         );
     }
     let sampling = Sampling {
@@ -154,7 +154,7 @@ impl Speed {
         let Some((first, last)) = self.came else { return };
         let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());
         let of_prompts = count(self.prompts.1 as u64, "token");
-        let mut text = format!("{of_prompts} of prompts in {}", duration(prompts));
+        let mut text = format!("{of_prompts} in prompts read in {}", duration(prompts));
         let new = self.new.saturating_sub(self.prompts.0);
         if new > 0 && others > 0.0 {
             text += &format!(

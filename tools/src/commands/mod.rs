@@ -163,7 +163,7 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Completions(args) => Ok(Request::Completions(args)),
         Command::Man(args) => Ok(Request::Man(args)),
         Command::Pretrain(_) => {
-            Err(Error::usage("internal error: `pretrain` is read elsewhere").into())
+            Err(Error::usage("internal error: `pretrain` is parsed elsewhere").into())
         }
         Command::Bench(args) => {
             let step = matches

@@ -24,7 +24,7 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
     let bytes = megatron::files::read(&file, MAX_BYTES)
         .map_err(|error| megatron::Error::io("read", &file, error))?;
     let config: Value = serde_json::from_slice(&bytes).map_err(|error| {
-        megatron::Error::data(&file, format!("is no JSON: {error}; copy it again, or remove it"))
+        megatron::Error::data(&file, format!("is not JSON: {error}; copy it again, or remove it"))
     })?;
     let named = match &config["eos_token_id"] {
         Value::Null => &[][..],
@@ -35,7 +35,7 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
         let id = id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
             megatron::Error::data(
                 &file,
-                format!("eos_token_id: {id} is no token; copy the file again"),
+                format!("eos_token_id: {id} is not a token; copy the file again"),
             )
         })?;
         if !ends.contains(&id) {

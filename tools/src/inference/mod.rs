@@ -93,13 +93,13 @@ impl LoadArgs {
         ] {
             if !value.is_multiple_of(tp) {
                 return Err(Error::usage(format!(
-                    "--tensor-model-parallel-size {tp} does not divide the model's {what}, {value}"
+                    "--tensor-model-parallel-size {tp} does not divide the model's {value} {what}"
                 )));
             }
         }
         if !model.num_query_groups.is_multiple_of(tp * cp) {
             return Err(Error::usage(format!(
-                "--tensor-model-parallel-size {tp} · --context-parallel-size {cp} does not divide the model's query groups, {}",
+                "--tensor-model-parallel-size {tp} · --context-parallel-size {cp} does not divide the model's {} query groups",
                 model.num_query_groups
             )));
         }
@@ -213,7 +213,8 @@ pub fn on_ranks(
         Some(place) if place.world_size == world_size => place,
         Some(place) => {
             return Err(Error::usage(format!(
-                "{} = {} (environment) ranks were started, but tp · cp · pp · dp = {world_size}",
+                "{} = {} (environment) ranks were started, but tp · cp · pp · dp = {world_size}; \
+                 start that many ranks or change the layout",
                 place.variables.world_size, place.world_size
             )));
         }

@@ -126,13 +126,11 @@ fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usi
 
 fn hint(signal: i32) -> &'static str {
     match signal {
-        libc::SIGKILL => " (by someone, or by the kernel because memory ran out: see `dmesg`)",
-        libc::SIGBUS => {
-            " (a file was cut short while it was read, or no memory was left for what ranks share)"
-        }
+        libc::SIGKILL => " (by a user, or by the kernel because memory ran out: see `dmesg`)",
+        libc::SIGBUS => " (a file was truncated while it was read, or shared memory ran out)",
         libc::SIGILL => " (the program was built for another processor)",
         libc::SIGSEGV | libc::SIGABRT => {
-            " (a bug; please report it with the command and the run file)"
+            " (a bug: please report it with the command and the run file)"
         }
         _ => "",
     }

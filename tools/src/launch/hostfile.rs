@@ -75,14 +75,14 @@ fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
         let host = parse_line(line).map_err(wrong)?;
         if hosts.iter().any(|other| other.name == host.name) {
             return Err(wrong(format!(
-                "{} is there twice; give all of its slots in one line",
+                "{} is listed twice; give all of its slots in one line",
                 host.name
             )));
         }
         hosts.push(host);
     }
     if hosts.is_empty() {
-        Err(" names no host; a line is `HOST slots=N`".to_string())
+        Err(" lists no host; a line is `HOST slots=N`".to_string())
     } else {
         Ok(hosts)
     }
@@ -104,16 +104,16 @@ fn parse_line(line: &str) -> std::result::Result<Host, String> {
     let name = bare(host);
     // ssh would take it for an option.
     if name.is_empty() || written.starts_with('-') {
-        return Err(format!("`{written}` is no name of a host"));
+        return Err(format!("`{written}` is not a host name"));
     }
     if name.contains([':', '[', ']']) && !is_ipv6(name) {
         return Err(format!(
-            "`{written}` is no name of a host, nor an IPv6 address; a port is for --ssh-port"
+            "`{written}` is neither a host name nor an IPv6 address; give a port with --ssh-port"
         ));
     }
     if !(1..=4096).contains(&all) {
         return Err(format!(
-            "slots={all} must be 1 to 4096; to leave {name} out, put # before its line"
+            "slots={all} must be 1 to 4096; to leave {name} out, put # at the start of its line"
         ));
     }
     let destination = user.map_or_else(|| name.to_string(), |user| format!("{user}@{name}"));
@@ -178,7 +178,7 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
         let (name, list) = split_slots(hosts, &part);
         let known = || hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
         let Some(host) = hosts.iter().find(|host| host.name == name) else {
-            return Err(format!("there is no host `{name}`; there are {}", known()));
+            return Err(format!("there is no host `{name}`; the hosts are {}", known()));
         };
         if named.iter().any(|(other, _)| *other == name) {
             return Err(format!("{name} is named twice; give its slots as {name}:0,1"));
@@ -211,7 +211,11 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
         (!slots.is_empty()).then(|| Host { slots, ..host.clone() })
     });
     let selected: Vec<Host> = selected.collect();
-    if selected.is_empty() { Err("this leaves no host".to_string()) } else { Ok(selected) }
+    if selected.is_empty() {
+        Err("no host is left; select at least one".to_string())
+    } else {
+        Ok(selected)
+    }
 }
 
 /// torchrun's variables, and GPUs by local rank, are for machines with as many ranks each.
@@ -230,7 +234,8 @@ fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     let even: Vec<String> =
         hosts.iter().map(|host| format!("{}:{}", name(host), slots(host))).collect();
     Err(format!(
-        "every host must have as many ranks as the others, but slots are: {}; take as many of each, as by --include {}",
+        "all hosts must have the same number of ranks, but slots are: {}; select equally many of \
+         each, for example with --include {}",
         counts.join(", "),
         even.join("@")
     ))
@@ -347,7 +352,7 @@ mod tests {
             ("h0:", false, "h0 has no slot ``"),
             ("h0:0@h0:1", true, "h0 is named twice"),
             ("h0:1,1", false, "slot 1 of h0 is named twice"),
-            ("h0@h1", false, "this leaves no host"),
+            ("h0@h1", false, "no host is left; select at least one"),
         ] {
             let why = selected(filter, include).unwrap_err();
             assert!(why.starts_with(expected), "{filter}: {why}");

@@ -196,5 +196,5 @@ pub fn not_started(who: &Who, program: &OsStr, source: io::Error) -> Error {
         true => format!("; a command of this program is `{OWN_NAME} {name} …`"),
         false => "; give its path".to_string(),
     };
-    Error::Launch(format!("cannot start {who}: there is no program {name} on the PATH{advice}"))
+    Error::Launch(format!("cannot start {who}: program {name} is not on the PATH{advice}"))
 }

@@ -157,14 +157,15 @@ impl Hosts {
             last_line.map_or(String::new(), |line| format!(": {}", line.trim_end_matches('.')));
         let why = match exit {
             Exit::Code(NO_FOLDER) => format!(
-                "host {name} has no folder {}{said}; this command has to be given in a folder that all hosts have",
+                "host {name} has no folder {}{said}; run this command in a folder that all hosts have",
                 self.folder.display()
             ),
             Exit::Code(NOT_FOUND | NOT_EXECUTABLE) => format!(
                 "host {name} cannot run {program}{said}; install this program there at the same path, or give its path with --remote-program"
             ),
             Exit::Code(SSH_FAILED) => format!(
-                "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} true` has to work without a password from here"
+                "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} \
+                 true` must work from here without a password"
             ),
             Exit::Signal(signal) => {
                 format!("{ssh} to host {name} was killed by {}{said}", signal_name(signal))

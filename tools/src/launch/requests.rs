@@ -93,7 +93,10 @@ impl Requests {
     /// If it hands on none.
     pub fn secret(&mut self) -> Result<std::result::Result<Secret, i32>> {
         let none = || {
-            Error::Launch("the launcher hands on no secret; start the same version of this program on all hosts".into())
+            Error::Launch(
+                "the launcher passed no secret; run the same version of this program on all hosts"
+                    .into(),
+            )
         };
         let since = Instant::now();
         let words = self.words.as_ref().ok_or_else(none)?;

@@ -229,14 +229,17 @@ pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
     let on_gpus = on_gpus(choice);
     if run.optimizer.offload == OptimizerOffload::Cpu && !on_gpus {
         return Err(Error::usage(
-            "--optimizer-cpu-offload moves the optimizer's state from GPUs to the host's memory, and this run computes on the CPU, where it is; \
-             leave it out: --offload-optimizer-nvme-path keeps it in files, --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 take half of the memory",
+            "--optimizer-cpu-offload moves the optimizer state from GPUs to host memory, but this \
+             run computes on the CPU, where it already is; leave it out. To save memory, \
+             --offload-optimizer-nvme-path keeps the state in files, and --exp-avg-dtype bf16 \
+             --exp-avg-sq-dtype bf16 halve the moments",
         ));
     }
     if run.training.enable_cuda_graph && !on_gpus {
         return Err(Error::usage(
-            "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
-             --device cuda in a program built with --features cuda (docs/guide/install.md)",
+            "--enable-cuda-graph records the work of a GPU, but this run computes on the CPU; \
+             leave it out, or compute on a GPU: --device cuda in a program built with --features \
+             cuda (docs/guide/install.md)",
         ));
     }
     Ok(())
@@ -309,7 +312,8 @@ fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
     let [first, here] = [0, other].map(|rank| printable(&devices[rank]));
     let without = if here == ON_CPU { other } else { 0 };
     Err(Error::usage(format!(
-        "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. Why rank {without} has no GPU, `megatron doctor` tells on its machine"
+        "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. \
+         `megatron doctor` on the machine of rank {without} shows why it has no GPU"
     )))
 }
 
@@ -337,8 +341,9 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     let secret = secret()?;
     if secret.is_none() && place.rank == 0 {
         tell(&format!(
-            "note: the ranks of this run are not authenticated: any process that reaches them can take part in it. To end that, give all ranks one \
-             secret: `export {RUN_SECRET}=$(openssl rand -hex 32)` where they are started"
+            "note: the ranks of this run are not authenticated: any process that reaches them can \
+             join. To prevent this, give all ranks the same secret: `export {RUN_SECRET}=$(openssl \
+             rand -hex 32)` where they are started"
         ));
     }
     // Each process has a log of its own, or a supervisor that says which rank a line is of.
@@ -424,7 +429,10 @@ pub fn issued_late(
         && over_nccl(distributed, device.is_cuda())
         && !queues.suffice();
     late.then(|| {
-        format!("communication is issued when it is needed, not before: {}", queues.missing())
+        format!(
+            "communication is issued only when it is needed, not in advance: {}",
+            queues.missing()
+        )
     })
 }
 

@@ -36,13 +36,13 @@ impl Queues {
     /// What is the matter, and what to do about it.
     pub fn missing(self) -> String {
         let remedy = if self.needed <= MOST_GPU_QUEUES {
-            "set it to 32, or leave it to `megatron` by starting ranks with it"
+            "set it to 32, or start the ranks with `megatron`, which sets it"
         } else {
             "CUDA has no more than 32"
         };
         let (there, needed) = (self.there, self.needed);
         format!(
-            "the streams of this layout need {needed} queues of the GPU, but {GPU_QUEUES} gives {there}: {remedy}"
+            "the streams of this layout need {needed} GPU queues, but {GPU_QUEUES} gives {there}: {remedy}"
         )
     }
 }
@@ -58,7 +58,7 @@ pub fn overlaps(asked: Option<bool>, over_nccl: bool, queues: Queues) -> Result<
     }
     if asked == Some(true) && !queues.suffice() {
         return Err(Error::usage(format!(
-            "--overlap-communication: {}; without the flag nothing is issued early. Streams that share a queue would wait for each other",
+            "--overlap-communication: {}; or leave the flag out. Streams that share a queue would wait for each other",
             queues.missing()
         )));
     }

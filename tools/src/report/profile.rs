@@ -17,15 +17,16 @@ const LEAST_SHARE: f64 = 0.002;
 /// The whole report, ending in a Markdown table by operation and one by rank.
 pub fn render(profile: &Profile) -> String {
     if profile.ranks.is_empty() {
-        return "profile: the run made none of the steps that were to be recorded".to_string();
+        return "profile: the run did not reach the steps to be recorded".to_string();
     }
     let ranks = profile.ranks.len();
     let mean = Summary::mean(profile.ranks.iter().map(|(_, summary)| summary));
     let steps = mean.steps.max(1) as f64;
     let of = if ranks == 1 { String::new() } else { format!(", mean of {ranks} ranks") };
     let mut text = format!(
-        "profile: {} of {} ms{of}; traces in {} (open them in https://ui.perfetto.dev or chrome://tracing)\n\
-         ceilings of a rank while all are busy: {} product {} GFLOP/s, copy {} GB/s\n",
+        "profile: {} of {} ms{of}; traces in {} (open them in https://ui.perfetto.dev or \
+         chrome://tracing)\nceilings of one rank while all are busy: {} product {} GFLOP/s, copy \
+         {} GB/s\n",
         count(mean.steps, "step"),
         significant(mean.seconds / steps * 1e3),
         profile.dir.display(),

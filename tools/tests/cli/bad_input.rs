@@ -101,7 +101,7 @@ fn a_prompt_that_cannot_be_continued() {
     assert!(command.output().unwrap().status.success());
     site.edit("tokenizer = \"byte\"", "");
     let flags = ["--data-path=x_text_document", "--vocab-size=257", "--prompt=the"];
-    both_refuse(&site, &flags, &["--prompt is a text", "--tokenizer"]);
+    both_refuse(&site, &flags, &["--prompt is text", "--tokenizer"]);
 }
 
 #[test]
@@ -229,7 +229,10 @@ fn optimizer_state_that_cannot_be_elsewhere() {
     both_refuse(
         &site,
         &both,
-        &["optimizer_cpu_offload = true (--optimizer-cpu-offload)", "are two places for one state"],
+        &[
+            "optimizer_cpu_offload = true (--optimizer-cpu-offload)",
+            "both move the optimizer state",
+        ],
     );
 }
 
@@ -322,7 +325,7 @@ fn a_run_whose_ranks_cannot_fit_together() {
     both_refuse(
         &site,
         &flags,
-        &[&parts[..], &["--use-distributed-optimizer (cuts masters and moments over 4"]].concat(),
+        &[&parts[..], &["--use-distributed-optimizer (shards masters and moments over 4"]].concat(),
     );
 }
 

@@ -109,7 +109,7 @@ fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
         [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
     {
         for output in ended(start(&site, &flags), SOON) {
-            refused(&output, &["saved", "another run saves", "save elsewhere"]);
+            refused(&output, &["saved", "another run is saving", "save elsewhere"]);
         }
     }
     let step = site.last_step();
@@ -134,7 +134,7 @@ fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
         [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
     {
         for output in ended(start(&site, &flags("--tokenizer=train:257")), SOON) {
-            refused(&output, &["new", "another run saves"]);
+            refused(&output, &["new", "another run is saving"]);
         }
         assert!(fs::read(site.path("new/tokenizer.json")).unwrap() == tokenizer);
     }
@@ -202,7 +202,7 @@ fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     fs::remove_dir(site.path("other")).unwrap();
     site.write("other", "in the way");
     for output in ended(vec![child], SOON * 6) {
-        refused(&output, &["other", "is another folder now"]);
+        refused(&output, &["other", "is now a different folder"]);
     }
     assert_eq!(fs::read(site.path("other")).unwrap(), b"in the way");
     site.assert_nothing_left();
@@ -215,7 +215,7 @@ fn another_run_starts_from_the_weights_alone_and_saves_elsewhere() {
     let finetune = ["--load=saved", "--finetune"];
     // Its own steps would replace the other run's.
     let own = site.pretrain(&[&finetune[..], &["--save=saved"]].concat()).output().unwrap();
-    refused(&own, &["is there already and this run would overwrite it"]);
+    refused(&own, &["already exists and this run would overwrite it"]);
     refused(
         &site.pretrain(&["--load=none", "--finetune"]).output().unwrap(),
         &["--finetune and --no-load-optim start from a checkpoint, and none holds none"],

@@ -160,7 +160,7 @@ fn without_training_a_checkpoint_is_evaluated_and_nothing_else_changes() {
     site.assert_unchanged(&before);
     for (flags, part) in [
         (&["--skip-train", "--eval-iters=0"][..], "eval_iters = 0 (--eval-iters) turns that off"),
-        (&["--skip-train", "--split=1,0,0"], "there are neither validation nor test data"),
+        (&["--skip-train", "--split=1,0,0"], "there are no validation or test data"),
     ] {
         refused(&site.pretrain(flags).output().unwrap(), &[part]);
     }

@@ -53,7 +53,7 @@ fn a_run_resumes_from_one_checkpoints_folder() {
         &["iter_0000009", "holds no checkpoint"],
     );
     let own = ["--load=saved/iter_0000001", "--save=saved/iter_0000001"];
-    pretrain_refused(&site, &own, &["one checkpoint's own folder"]);
+    pretrain_refused(&site, &own, &["the folder of one checkpoint"]);
 }
 
 #[test]
@@ -83,14 +83,14 @@ fn checkpoints_without_a_pointer_are_not_taken_for_none() {
     let site = saved();
     fs::remove_file(site.path("saved").join(POINTER)).unwrap();
     for flags in [&["--load=saved"][..], &["--load=saved", "--save=saved"]] {
-        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "name the folder of one"]);
+        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "give the folder of one"]);
     }
     pretrain_refused(&site, &["--save=saved"], &["saved/iter_", "would overwrite"]);
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
     let before = site.files();
     refused(
         &site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(),
-        &["iter_", "is there already"],
+        &["iter_", "already exists"],
     );
     site.assert_unchanged(&before);
     // Where only one can be meant, it is.
@@ -166,7 +166,11 @@ fn a_folder_that_was_moved_under_a_run_is_saved_into_no_more_and_no_other_in_its
         let output = ended(vec![run], SOON).remove(0);
         refused(
             &output,
-            &["saved: is another folder now", "put it back", "--load and --save where it is now"],
+            &[
+                "saved: is now a different folder",
+                "move it back",
+                "--load and --save at its new path",
+            ],
         );
         assert_eq!(fs::read_dir(site.path("saved")).unwrap().count(), 0);
         assert!(site.path("moved/iter_0000040").exists());
@@ -250,7 +254,7 @@ fn the_tokenizer_is_the_one_of_the_run() {
     assert_eq!(evaluate("best", ""), words);
     assert_eq!(evaluate(".", "words/saved/iter_0000001"), words);
     let log = pretrain(&site, &["--load=best", "--train-iters=2", "--tokenizer=train:300"]);
-    assert!(!log.contains("not those that the checkpoint was trained on"), "{log}");
+    assert!(!log.contains("differ from those that the checkpoint was trained on"), "{log}");
 }
 
 #[test]
@@ -285,7 +289,7 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
         &site,
         &["--save=elsewhere", "--load=saved", "--train-iters=2", "--tokenizer=other.json"],
     );
-    assert!(log.contains("the tokenizer are not those"), "{log}");
+    assert!(log.contains("the tokenizer differ from those"), "{log}");
 }
 
 #[test]
@@ -362,7 +366,7 @@ fn a_model_whose_numbers_overflow_is_told_as_such() {
     candle_core::safetensors::save(&tensors, site.path("model/model.safetensors")).unwrap();
     let data = format!("--data-path={}", fixture.join("data_text_document").display());
     let output = site.mark(megatron()).args(["eval", "--load=model", &data]).output().unwrap();
-    refused(&output, &["the loss is ", "hold NaN or infinity, or numbers overflow"]);
+    refused(&output, &["the loss is ", "hold NaN or infinity, or values overflow"]);
     let pipeline = "--pipeline-model-parallel-size=2";
     for layout in [&[][..], &[pipeline]] {
         let words = ["generate", "--load=model", "--prompt=the", "--tokenizer=byte"];
@@ -397,6 +401,6 @@ fn without_a_home_the_cache_is_in_a_folder_of_this_user_alone() {
     fs::set_permissions(cache, fs::Permissions::from_mode(0o777)).unwrap();
     refused(
         &run(),
-        &["cannot be the cache's folder", "can be written into by every user", "cache_dir"],
+        &["cannot be the cache folder", "can be written into by every user", "cache_dir"],
     );
 }

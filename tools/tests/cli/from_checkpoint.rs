@@ -49,7 +49,7 @@ fn a_run_goes_on_as_its_run_file_would_have_it() {
     );
     assert!(log.contains("tp 2 · pp 2 · dp 1"), "{log}");
     // All settings are the checkpoint's: nobody gave those that have no effect.
-    assert!(!log.contains("without effect"), "{log}");
+    assert!(!log.contains("no effect"), "{log}");
     assert_eq!((site.losses().len(), site.losses()), (4, whole.losses()));
     assert!(site.path("saved/iter_0000004").is_dir());
     // Under a launcher, which says how many ranks there are; moved, with a tokenizer of its own.

@@ -186,7 +186,7 @@ fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
     for export in ["--export=MEGATRON_RUN_SECRET", "--export=MEGATRON_RUN_SECRET=x"] {
         refused(
             &machines.run(&[export], "true"),
-            &["--export MEGATRON_RUN_SECRET", "goes to the other hosts by itself"],
+            &["--export MEGATRON_RUN_SECRET", "the other hosts receive the secret anyway"],
         );
     }
 }
@@ -230,10 +230,7 @@ fn ranks_that_do_not_stop_are_killed_and_named_with_their_host() {
     kill(launcher.id(), "TERM");
     let output = ended(vec![launcher], SOON).remove(0);
     assert_eq!(output.status.code(), Some(137));
-    refused(
-        &output,
-        &["host h1: rank 2 did not stop within 1 s of being asked to, and was killed"],
-    );
+    refused(&output, &["host h1: rank 2 did not stop within 1 s of the request, and was killed"]);
     wait_for_the_end_of(&pids);
 }
 
@@ -316,8 +313,7 @@ fn a_host_starts_its_ranks_again_by_itself() {
     assert_eq!(sorted_lines(&output), ["h0: [0]: 0", "h0: [0]: 1", "h0: [1]: 0", "h0: [1]: 1"]);
     let text = stderr(&output);
     assert!(
-        text.contains("h0: error: rank ")
-            && text.contains("h0: starting all ranks again (restart 1"),
+        text.contains("h0: error: rank ") && text.contains("h0: restarting all ranks (restart 1"),
         "{text}"
     );
     let output = machines.run(&["--max-restarts=1"], "exit 5");

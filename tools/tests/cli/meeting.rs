@@ -68,7 +68,7 @@ fn a_rank_of_another_secret_ends_at_once_and_the_run_waits_for_its_own() {
         [0, 2, 3].map(|r| rank(&site, r, port, &[]).spawn().unwrap()).into();
     let mut told = BufReader::new(ranks[0].stderr.take().unwrap()).lines();
     for (secret, why) in
-        [(Some("b".repeat(32)), "another MEGATRON_RUN_SECRET"), (None, "this process has none")]
+        [(Some("b".repeat(32)), "MEGATRON_RUN_SECRET differs"), (None, "this process has none")]
     {
         let mut stranger = rank(&site, 1, port, &[]);
         match secret {
@@ -134,12 +134,7 @@ fn who_waits_for_rank_0_says_where() {
     let mut first = rank(&site, 2, port, &[]).spawn().unwrap();
     let mut told = BufReader::new(first.stderr.take().unwrap()).lines();
     let line = told.next().unwrap().unwrap();
-    assert!(
-        line.starts_with(&format!(
-            "waiting for rank 0, which is to be found at 127.0.0.1:{port}: "
-        )),
-        "{line}"
-    );
+    assert!(line.starts_with(&format!("waiting for rank 0 at 127.0.0.1:{port}: ")), "{line}");
     let others = [0, 1, 3].map(|r| rank(&site, r, port, &[]).spawn().unwrap());
     succeeded(others.into_iter().chain([first]).collect());
 }

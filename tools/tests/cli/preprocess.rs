@@ -187,7 +187,7 @@ fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
     let (ok, said) = run(root, &words);
     assert!(
         !ok && said
-            .contains("tokenizer.json has no \"<|new|>\", which is named beside it as eos_token"),
+            .contains("tokenizer.json has no \"<|new|>\", but the file beside it names this token as eos_token"),
         "{said}"
     );
     assert!(said.contains("note: tokenizer.json has not the special tokens \"<|new|>\""), "{said}");
@@ -222,7 +222,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         ),
         (
             &["--tokenizer", "byte", "--input", "p.parquet"],
-            &["p.parquet", "not a whole Parquet file"],
+            &["p.parquet", "not a complete Parquet file"],
         ),
         (&["--tokenizer", "byte", "--input", "none.txt"], &["none.txt: does not exist"]),
         (&["--tokenizer", "byte", "--input", "empty.jsonl"], &["x_text_document", "no text"]),

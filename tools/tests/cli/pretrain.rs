@@ -228,7 +228,7 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     let flags = [&in_steps[..], &["--rampup-batch-size", "2", "2", "40"]].concat();
     let message = stderr(&pretrain(folder.path(), &flags).output().unwrap());
     for part in [
-        "steps have different numbers of samples, so lengths are given in samples: ",
+        "steps have different numbers of samples, so give lengths in samples: ",
         "--train-samples instead of train_iters = 20 (--train-iters), ",
         "--lr-decay-samples instead of lr_decay_iters = 20 (--lr-decay-iters)\n",
     ] {
@@ -287,7 +287,7 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
         ),
         (
             &["--eval-interval=2", "--split=1,0,0"],
-            Some("evaluates nothing: --split 1,0,0 leaves less than a sample"),
+            Some("has no effect: --split 1,0,0 leaves less than one sample"),
         ),
         (&["--eval-interval=2"], None),
         (

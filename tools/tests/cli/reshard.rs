@@ -154,7 +154,7 @@ fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_fro
     }
     let output = reshard(folder.path(), &["saved", "saved"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("is there already"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("already exists"), "{}", stderr(&output));
 }
 
 /// A run that is interrupted while it writes says so by its exit code, and leaves nothing that

@@ -28,7 +28,7 @@ fn run(restarts: u32, script: &str) -> Output {
 
 /// How often ranks were started again, as the supervisor says.
 fn restarts(output: &Output) -> usize {
-    stderr(output).matches("starting all ranks again").count()
+    stderr(output).matches("restarting all ranks").count()
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn restarts_need_a_checkpoint_to_go_on_from() {
     ] {
         refused(
             &site.pretrain(flags).output().unwrap(),
-            &["max_restarts = 1 (--max-restarts)", "needs --save, and --load with the same folder"],
+            &["max_restarts = 1 (--max-restarts)", "set --save, and --load with the same folder"],
         );
     }
 }

@@ -82,7 +82,8 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         (
             &["--seq-length=8", "--max-position-embeddings=16", "--dataloader-type=sequential"],
             &[
-                "seq_length is 8 here and 16 in the checkpoint: the data go on at sample 32 of the new length, behind the 256 tokens",
+                "seq_length is 8 here and 16 in the checkpoint: the data continue at sample 32 of \
+                 the new length, after the 256 tokens",
                 "dataloader_type is sequential here and shuffled in the checkpoint",
             ],
         ),
@@ -171,6 +172,6 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let both = ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"];
     refused(
         &site.pretrain(&both).output().unwrap(),
-        &["give one of them", "(--use-checkpoint-opt-param-scheduler)"],
+        &["give only one", "(--use-checkpoint-opt-param-scheduler)"],
     );
 }

@@ -344,7 +344,7 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
         let output = pretrain("", "", &[graph, &[ranks, "--global-batch-size=8"]].concat());
         refused(
             &output,
-            &["--enable-cuda-graph records the work of a GPU, and this run computes on the CPU"],
+            &["--enable-cuda-graph records the work of a GPU, but this run computes on the CPU"],
         );
     }
     refused(
@@ -480,13 +480,13 @@ fn layouts_in_megatrons_words_are_those_of_the_partition() {
         &[stages, "--pipeline-model-parallel-layout=Et|tL"],
         &["pipeline_partition = 1,1", "num_layers = 4"],
     );
-    refuses(&[stages, "--pipeline-model-parallel-layout=Et|mtL"], &["several tokens (m)"]);
+    refuses(&[stages, "--pipeline-model-parallel-layout=Et|mtL"], &["multi-token prediction (m)"]);
     refuses(
         &[stages, "--pipeline-partition=2,2", "--decoder-first-pipeline-num-layers=1"],
         &[
             "pipeline_partition (--pipeline-partition)",
             "decoder_first_pipeline_num_layers",
-            "give one of them",
+            "give only one",
         ],
     );
 }
@@ -514,7 +514,7 @@ fn settings_that_nothing_reads_are_passed_over_in_one_line() {
     let names = "--use-flash-attn, --initial-loss-scale, --hysteresis, --no-load-optim, --profile-step-start, \
                  --log-timers-to-tensorboard";
     assert!(
-        text.contains(&format!("6 flags of Megatron-LM have no meaning here: {names}\n")),
+        text.contains(&format!("6 flags of Megatron-LM have no effect here: {names}\n")),
         "{text}"
     );
     // The fraction counts: the first step is half of the way up.

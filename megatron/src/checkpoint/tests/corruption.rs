@@ -175,18 +175,18 @@ fn manifests_that_contradict_themselves_are_refused() {
     for (pointer, value, why) in [
         ("/shape", serde_json::json!([8, 6]), "nothing holds 6 of its 48 elements"),
         ("/shape", serde_json::json!([huge, huge]), "no machine holds"),
-        ("/shape", serde_json::json!([42]), "another rank"),
+        ("/shape", serde_json::json!([42]), "a different number of dimensions"),
         ("/dtype", serde_json::json!("int4"), "is not a manifest"),
         ("/dtype", serde_json::json!("f64"), "the manifest says f64"),
         ("/name", serde_json::json!("layers.0.norm.weight"), "listed twice"),
         ("/chunks/0/flat", serde_json::json!({ "start": 9, "end": 3 }), "9..3"),
         ("/chunks/0/flat", serde_json::json!({ "start": 0, "end": huge }), "are not in a box"),
-        ("/chunks/0/offset", serde_json::json!([huge, 1]), "leaves the tensor"),
+        ("/chunks/0/offset", serde_json::json!([huge, 1]), "exceeds the tensor"),
         ("/chunks/0/offset", serde_json::json!([-1, 0]), "is not a manifest"),
         ("/chunks/0/start", serde_json::json!(huge), "reaches past the end"),
         ("/chunks/0/start", serde_json::json!(100), "has 42 elements"),
         ("/chunks/0/key", serde_json::json!("param/w/0"), "has no tensor \"param/w/0\""),
-        ("/chunks/0/file", serde_json::json!("other"), "which is not listed"),
+        ("/chunks/0/file", serde_json::json!("other"), "which the manifest does not list"),
         ("/chunks/1/flat", serde_json::json!({ "start": 10, "end": 26 }), "are in both"),
     ] {
         let saved = Saved::new();

@@ -45,7 +45,8 @@ fn models_of_others_are_not_taken_for_no_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(file), "{}").unwrap();
         assert!(
-            message(resumable(dir.path()).unwrap_err()).contains("start from it by --init-from-hf")
+            message(resumable(dir.path()).unwrap_err())
+                .contains("start from it with --init-from-hf")
         );
     }
     for file in ["mp_rank_00", ".metadata", "common.pt"] {
@@ -122,7 +123,8 @@ fn a_step_that_is_asked_for_is_found_and_what_lies_beyond_it() {
         "{refusal}"
     );
     assert!(
-        message(to_load(&config(at(10), Some(10))).unwrap_err()).contains("one iteration's folder")
+        message(to_load(&config(at(10), Some(10))).unwrap_err())
+            .contains("the folder of one iteration")
     );
 
     let beyond = Some(Later { latest: 30, iterations: vec![20, 30] });

@@ -168,14 +168,14 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
     for there in ["iter_0000010", "iter_0000007", ".iter_0000003.old"] {
         fs::create_dir_all(whole(there)).unwrap();
         let message = message(case.run().unwrap_err());
-        assert!(message.contains(there) && message.contains("is there already"), "{message}");
+        assert!(message.contains(there) && message.contains("already exists"), "{message}");
         assert_eq!(names(&case.to()), [there]);
         fs::remove_dir(whole(there)).unwrap();
     }
     let source = Manifest::read(&case.from()).unwrap();
     let onto_itself =
         reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
-    assert!(message(onto_itself.unwrap_err()).contains("is there already"));
+    assert!(message(onto_itself.unwrap_err()).contains("already exists"));
     verify(&case.from()).unwrap();
 }
 
@@ -238,17 +238,17 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
     };
     for refused in [case.run().map(drop), streamed().map(drop)] {
         let message = message(refused.unwrap_err());
-        assert!(message.contains("another run saves at this moment"), "{message}");
+        assert!(message.contains("another run is saving there"), "{message}");
         assert_eq!(names(&dir), [".iter_0000003.tmp"]);
     }
     drop(held);
     // And the other way round.
     let writer = streamed().unwrap();
-    assert!(message(run().unwrap_err()).contains("another run saves"));
+    assert!(message(run().unwrap_err()).contains("another run is saving"));
     drop(writer);
     case.run().unwrap();
     let message = message(streamed().map(drop).unwrap_err());
-    assert!(message.contains("is there already"), "{message}");
+    assert!(message.contains("already exists"), "{message}");
 }
 
 #[test]
@@ -283,5 +283,5 @@ fn a_checkpoint_is_found_by_its_own_folder_by_iteration_and_by_the_pointer() {
     assert!(
         message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: is not there")
     );
-    assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("one iteration's folder"));
+    assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("the folder of one iteration"));
 }

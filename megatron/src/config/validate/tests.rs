@@ -175,7 +175,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
         (
             |c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]),
-            "names 2 stages, and there are 4",
+            "lists 2 stages, but there are 4",
         ),
         (
             |c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]),
@@ -220,7 +220,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
             "start_weight_decay = -0.1 must be a finite number that is not negative",
         ),
         (|c| c.data.mock = true, "mock_data = true and data_path = text are two sources of data"),
-        (|c| c.data.data_path.clear(), "data_path names no data"),
+        (|c| c.data.data_path.clear(), "data_path is empty"),
         (
             |c| c.training.exit_duration_in_mins = Some(0.0),
             "exit_duration_in_mins = 0 must be a finite number above 0",
@@ -231,11 +231,11 @@ fn every_broken_equation_is_named_with_its_numbers() {
         ),
         (
             |c| (c.training.skip_train, c.logging.eval_iters) = (true, 0),
-            "skip_train = true leaves the evaluation, and eval_iters = 0 turns that off",
+            "skip_train = true only evaluates, but eval_iters = 0 turns evaluation off",
         ),
         (
             |c| c.checkpoint.retention.most_recent = Some(2),
-            "most_recent_k = 2 keeps checkpoints, and none are saved",
+            "most_recent_k = 2 has no effect: no checkpoints are saved",
         ),
         (|c| retain(c, 0), "save_retain_interval = 0 must be at least 1"),
         (
@@ -281,7 +281,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 c.optimizer.kind = OptimizerKind::Sgd;
                 c.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
             },
-            "exp_avg_sq_dtype = bf16 is of Adam's moments, and the optimizer is SGD",
+            "exp_avg_sq_dtype = bf16 is for Adam's moments, but the optimizer is SGD",
         ),
         (
             |c| c.training.grad_reduce_in_bf16 = true,

@@ -13,7 +13,7 @@ impl Check<'_> {
             increase.start <= increase.end || increase.start.is_nan() || increase.end.is_nan(),
             |c| {
                 format!(
-                    "{} exceeds {}, and the weight decay grows from the one to the other",
+                    "{} exceeds {}, but weight decay can only grow",
                     c.cite("start_weight_decay", increase.start),
                     c.cite("end_weight_decay", increase.end)
                 )

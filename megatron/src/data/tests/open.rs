@@ -280,6 +280,6 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
     let ends = DataConfig { mock: true, eod_mask_loss: true, ..config(&[], None, here.path()) };
     assert_eq!(open(&ends, 64, 1, Some(50), COUNTS).unwrap().document_ends.unwrap().token, 49);
     let refused = |result: crate::Result<Datasets>| result.err().unwrap().to_string();
-    assert!(refused(mock(here.path(), None, None)).contains("give its size with --vocab-size"));
+    assert!(refused(mock(here.path(), None, None)).contains("give --vocab-size"));
     assert!(refused(mock(here.path(), Some("train:300"), None)).contains("needs text to train on"));
 }

@@ -142,7 +142,7 @@ fn a_vocabulary_without_room_for_bytes_is_refused() {
         assert!(refusal(spec).contains("at least 257"), "{}", refusal(spec));
     }
     for spec in ["train:", "train:many", "train:-1"] {
-        assert!(refusal(spec).contains("no vocabulary size"), "{}", refusal(spec));
+        assert!(refusal(spec).contains("not a vocabulary size"), "{}", refusal(spec));
     }
 }
 
@@ -282,7 +282,7 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             None,
         ),
         (r#"{"do_lower_case": null, "tokenize_chinese_chars": true, "pad_token": null}"#, None),
-        (r#"{"eos_token": "<|new|>"}"#, Some("has not the special tokens \"<|new|>\"")),
+        (r#"{"eos_token": "<|new|>"}"#, Some("lacks the special tokens \"<|new|>\"")),
         (
             r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#,
             Some("tokens \"<p>\", \"<q>\" that"),
@@ -305,7 +305,7 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             "{config}: {notes:?}"
         );
         assert_eq!(
-            tokenizer.lacks_eod().contains("no \"<|new|>\", which is named"),
+            tokenizer.lacks_eod().contains("no \"<|new|>\", but the file beside it names"),
             config.contains("<|new|>")
         );
     }
@@ -398,7 +398,7 @@ fn gpt2s_two_files_are_its_tokenizer() {
     // Files that are others.
     let bad = write(folder.path(), "bad.txt", "#version: 0.2\na b c\n");
     for (vocab, merges, part) in [
-        (&vocab, Some(&bad), "bad.txt: line 2 is no pair"),
+        (&vocab, Some(&bad), "bad.txt: line 2 is not a pair"),
         (&merges, Some(&merges), "merges.txt: is no JSON object"),
         (&whole, Some(&merges), "tokenizer.json: is no vocabulary"),
         (
@@ -449,9 +449,9 @@ fn files_beside_a_tokenizer_that_cannot_be_right_are_refused_by_name() {
         (
             "added_tokens.json",
             r#"{"<new>": 9}"#,
-            "the id 9, but the next one behind the vocabulary of tokenizer.json is 4",
+            "the id 9, but the next free id after the vocabulary of tokenizer.json is 4",
         ),
-        ("added_tokens.json", r#"{"<new>": "x"}"#, "is no token with its id"),
+        ("added_tokens.json", r#"{"<new>": "x"}"#, "is not a token with an id"),
         (
             "tokenizer_config.json",
             r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#,
@@ -493,8 +493,8 @@ fn a_template_of_tokens_that_are_not_there_is_refused() {
     for (single, part) in [
         (format!("{}, {text}", token.replace("</s>", "<x>")), "<x>"),
         (format!("{text}, {}", text.replace('A', "B")), "Sequence"),
-        (format!("{text}, {text}"), "gives a text 2 times"),
-        (token.into(), "gives a text 0 times"),
+        (format!("{text}, {text}"), "repeats the text 2 times"),
+        (token.into(), "repeats the text 0 times"),
     ] {
         let message = template(&single).unwrap_err();
         assert!(message.contains(part) && message.contains("tokenizer.json"), "{message}");

@@ -34,7 +34,7 @@ impl Tokenizer {
             Error::data(
                 &self.name,
                 format!(
-                    "takes text that is numbers below {}, with spaces between, not {word:?}; give another tokenizer",
+                    "takes numbers below {} separated by spaces, not {word:?}; give another tokenizer",
                     self.vocab_size
                 ),
             )
@@ -109,9 +109,7 @@ impl Tokenizer {
         if !all.starts_with(&alone) {
             return Err(Error::data(
                 &self.name,
-                format!(
-                    "takes {before:?} into tokens of what is behind it; this is a bug, report it"
-                ),
+                format!("joins {before:?} with the text after it; this is a bug, please report it"),
             ));
         }
         Ok(all.split_off(alone.len()))

@@ -75,7 +75,7 @@ impl TokenizerFlags {
             others.into_iter().filter_map(|(name, given)| given.then_some(name)).collect();
         if let Some(name) = &self.tokenizer {
             let note = format!(
-                "note: --tokenizer {name} says which tokenizer; passed over: {}",
+                "note: --tokenizer {name} selects the tokenizer; ignored: {}",
                 others.join(", ")
             );
             let note = (!others.is_empty()).then_some(note);
@@ -110,21 +110,22 @@ impl TokenizerFlags {
                         _ => format!("--tokenizer-type {kind}"),
                     };
                     Err(Error::usage(format!(
-                        "{alone}: GPT-2's BPE is --vocab-file vocab.json and --merge-file merges.txt, both; of other kinds {CONVERT}"
+                        "{alone}: GPT-2's BPE needs both --vocab-file vocab.json and --merge-file \
+                         merges.txt; for other types {CONVERT}"
                     )))
                 }
             },
             "NullTokenizer" => match vocab_size {
                 Some(size) => Ok(of(Path::new(&format!("null:{size}")))),
                 None => Err(Error::usage(
-                    "--tokenizer-type NullTokenizer needs --vocab-size, the tokens without the one that ends documents",
+                    "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens without end-of-document",
                 )),
             },
             "HuggingFaceTokenizer" => match &self.tokenizer_model {
                 Some(model) if model.exists() => Ok(of(model)),
                 Some(model) => Err(Error::usage(format!(
-                    "--tokenizer-model {0}: there is no such file or folder; a model of the Hugging Face hub is downloaded first: \
-                     hf download {0} --local-dir DIR",
+                    "--tokenizer-model {0}: there is no such file or folder; download a model of \
+                     the Hugging Face hub first: hf download {0} --local-dir DIR",
                     model.display()
                 ))),
                 None => Err(Error::usage(
@@ -137,13 +138,13 @@ impl TokenizerFlags {
             | "TikTokenizer" => {
                 let served = self.tokenizer_model.as_deref().and_then(served_by).ok_or_else(|| {
                     let model =
-                        self.tokenizer_model.as_ref().map_or(String::new(), |model| format!(" of {}", model.display()));
+                        self.tokenizer_model.as_ref().map_or(String::new(), |model| format!(" ({})", model.display()));
                     Error::usage(format!(
-                        "--tokenizer-type {kind}: the files{model} of this kind are not read; {CONVERT}"
+                        "--tokenizer-type {kind}: files of this type{model} are not supported; {CONVERT}"
                     ))
                 })?;
                 let note = format!(
-                    "note: --tokenizer-type {kind}: {} is read, which lies with it",
+                    "note: --tokenizer-type {kind}: {}, which is beside the model, is used",
                     served.display()
                 );
                 Ok(ChosenTokenizer { note: Some(note), ..of(&served) })
@@ -153,11 +154,11 @@ impl TokenizerFlags {
             | "MultimodalTokenizer"
             | "NullMultimodalTokenizer"
             | "SFTTokenizer" => {
-                Err(Error::usage(format!("--tokenizer-type {kind} is not there; {CONVERT}")))
+                Err(Error::usage(format!("--tokenizer-type {kind} is not supported; {CONVERT}")))
             }
             _ => Err(Error::usage(format!(
-                "--tokenizer-type {kind}: there is no such kind; the kinds are GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer, \
-                 and --tokenizer needs none"
+                "--tokenizer-type {kind}: there is no such type; the types are GPT2BPETokenizer, \
+                 HuggingFaceTokenizer and NullTokenizer, or use --tokenizer without a type"
             ))),
         }
     }
@@ -264,11 +265,17 @@ mod tests {
         for (flags, parts) in [
             (
                 of("GPTSentencePieceTokenizer", Some("no/such.model")),
-                ["GPTSentencePieceTokenizer: the files of no/such.model", "save_pretrained"],
+                [
+                    "GPTSentencePieceTokenizer: files of this type (no/such.model) are not supported",
+                    "save_pretrained",
+                ],
             ),
             (of("TikTokenizer", None), ["TikTokenizer", "--tokenizer"]),
-            (of("BertWordPieceCase", None), ["BertWordPieceCase is not there", "tokenizer.json"]),
-            (of("MyTokenizer", None), ["MyTokenizer: there is no such kind", "GPT2BPETokenizer"]),
+            (
+                of("BertWordPieceCase", None),
+                ["BertWordPieceCase is not supported", "tokenizer.json"],
+            ),
+            (of("MyTokenizer", None), ["MyTokenizer: there is no such type", "GPT2BPETokenizer"]),
             (of("HuggingFaceTokenizer", None), ["HuggingFaceTokenizer needs", "--tokenizer-model"]),
             (
                 of("HuggingFaceTokenizer", Some("gpt2")),

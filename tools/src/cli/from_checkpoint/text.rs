@@ -91,7 +91,7 @@ impl Text {
     fn path(&mut self, key: &str, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| {
             Error::usage(format!(
-                "{}: the name is not UTF-8, and {key} is to be taken from the checkpoint; give --{}",
+                "{}: the path is not UTF-8, so {key} cannot be read from the checkpoint; give --{}",
                 path.display(),
                 key.replace('_', "-")
             ))

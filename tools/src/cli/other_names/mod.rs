@@ -213,8 +213,8 @@ pub fn with_dashes(name: &str) -> String {
 pub fn passed_over(flags: &[String]) -> Option<String> {
     let what = match flags.len() {
         0 => return None,
-        1 => "1 flag of Megatron-LM has no meaning here".to_string(),
-        n => format!("{n} flags of Megatron-LM have no meaning here"),
+        1 => "1 flag of Megatron-LM has no effect here".to_string(),
+        n => format!("{n} flags of Megatron-LM have no effect here"),
     };
     Some(format!("{what}: {}", flags.join(", ")))
 }

@@ -6,11 +6,11 @@ use super::{Entry, refuse};
 pub const TABLE: &[Entry] = &[
     // DeepSpeed.
     refuse(
-        "DeepSpeed's settings have flags here, --use-distributed-optimizer for ZeRO-1",
+        "use this program's flags for DeepSpeed's settings, such as --use-distributed-optimizer for ZeRO-1",
         "deepspeed deepspeed-config",
     ),
     refuse(
-        "use --use-distributed-optimizer, which is ZeRO-1; ZeRO-2 and 3 are not there",
+        "use --use-distributed-optimizer, which is ZeRO-1; ZeRO-2 and 3 are not supported",
         "zero-stage zero-optimization stage",
     ),
     refuse(
@@ -18,14 +18,14 @@ pub const TABLE: &[Entry] = &[
         "offload-optimizer cpu-optimizer",
     ),
     refuse(
-        "weights are not moved away (ZeRO-3): --optimizer-cpu-offload and --offload-optimizer-nvme-path move the \
-         optimizer's state",
+        "weight offload (ZeRO-3) is not supported: --optimizer-cpu-offload and \
+         --offload-optimizer-nvme-path offload the optimizer state",
         "offload-param cpu-offload-params remote-device",
     ),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
     refuse("use --global-batch-size", "train-batch-size"),
     refuse(
-        "it follows: --global-batch-size / (--micro-batch-size · replicas)",
+        "it is computed: --global-batch-size / (--micro-batch-size · replicas)",
         "gradient-accumulation-steps gas num-microbatches",
     ),
     refuse("use --clip-grad", "gradient-clipping max-grad-norm"),
@@ -55,7 +55,7 @@ pub const TABLE: &[Entry] = &[
     ),
     refuse("use --micro-batch-size", "per-device-train-batch-size"),
     refuse(
-        "evaluation has the batches of training: --micro-batch-size and --eval-iters",
+        "evaluation uses the batch size of training: --micro-batch-size and --eval-iters",
         "per-device-eval-batch-size",
     ),
     refuse("use --lr", "learning-rate"),
@@ -82,7 +82,7 @@ pub const TABLE: &[Entry] = &[
         "master-addr master-port dist-url",
     ),
     refuse(
-        "`megatron launch` has it, or `--data-parallel-size` starts replicas",
+        "use it with `megatron launch`, or start replicas with `--data-parallel-size`",
         "nproc-per-node nnodes node-rank",
     ),
 ];
@@ -107,7 +107,7 @@ const GENERATORS: [(&[&str], &str); 6] = [
     (&["model", "model-name-or-path", "model-path", "checkpoint", "ckpt"], "use --load"),
     (
         &["greedy", "do-sample", "no-sample"],
-        "--temperature 0 takes the likeliest token, above 0 it is drawn",
+        "--temperature 0 takes the likeliest token; above 0, tokens are sampled",
     ),
     (&["tp-size", "tp", "tensor-parallel-size"], "use --tensor-model-parallel-size"),
     (&["random-seed"], "use --seed"),

@@ -5,16 +5,16 @@ const VALUES: [(&str, &str, &str); 5] = [
     (
         "optimizer",
         "muon dist_muon adaptive_muon lion soap shampoo",
-        "optimizers other than AdamW (adam) and SGD with momentum (sgd) are not there",
+        "only AdamW (adam) and SGD with momentum (sgd) are supported",
     ),
     (
         "position-embedding-type",
         "mrope relative yarn",
-        "positions other than learned_absolute, rope, alibi and none are not there",
+        "only learned_absolute, rope, alibi and none are supported",
     ),
     ("exp-avg-dtype", "fp16 fp8", "moments are kept in fp32 or bf16"),
     ("exp-avg-sq-dtype", "fp16 fp8", "moments are kept in fp32 or bf16"),
-    ("dataloader-type", "external", "data that a program of your own reads are not there"),
+    ("dataloader-type", "external", "external data loaders are not supported"),
 ];
 
 /// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with

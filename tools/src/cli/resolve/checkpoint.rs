@@ -36,7 +36,7 @@ impl Resolver<'_> {
         }
         if takes != Takes::All && c.max_restarts > 0 {
             return Err(Error::usage(format!(
-                "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
+                "{} would also apply to this run's own checkpoints when {} restarts it; run the first steps without restarts",
                 self.origins.cite(key, true),
                 self.origins.cite("max_restarts", c.max_restarts)
             )));
@@ -64,7 +64,7 @@ impl Resolver<'_> {
             (true, false) => Ok(SchedulerOf::Run),
             (false, true) => Ok(SchedulerOf::Checkpoint),
             (true, true) => Err(Error::usage(format!(
-                "{} takes this run's schedule, and {} the checkpoint's; give one of them",
+                "{} uses this run's schedule, but {} uses the checkpoint's; give only one",
                 self.origins.cite("override_opt_param_scheduler", true),
                 self.origins.cite("use_checkpoint_opt_param_scheduler", true)
             ))),

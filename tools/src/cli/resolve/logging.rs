@@ -58,7 +58,7 @@ impl Resolver<'_> {
         let (start, end) = (l.profile_step_start, l.profile_step_end);
         // Megatron-LM's steps, where the run has as many.
         let step_start =
-            self.derived("profile_step_start", start, "10, or the last but one", || {
+            self.derived("profile_step_start", start, "10, or the second-to-last", || {
                 10.min(train_iters.saturating_sub(1)).max(1)
             });
         let step_end =

@@ -89,12 +89,12 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     notes.extend(tokenizer.note);
     if r.flags.data.mock_data && !r.flags.data.data_path.is_empty() {
         let mock = r.origins.cite("mock_data", true);
-        notes.push(format!("note: {mock} makes data up; data_path is not read"));
+        notes.push(format!("note: {mock} generates data; data_path is not read"));
     }
     notes.extend(r.without_effect(&run, gathered));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
-            "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
+            "{}: this run computes on CPUs, so ranks exchange data through shared memory, or over TCP between machines",
             r.origins.cite("distributed_backend", "nccl")
         ));
         distributed.backend = Backend::Auto;
@@ -170,7 +170,7 @@ impl Resolver<'_> {
             settings.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
         match given.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
-                "{first} ({}) and {second} ({}) set the same thing; give one of them",
+                "{first} ({}) and {second} ({}) set the same thing; give only one",
                 self.origins.of(first).unwrap_or("?"),
                 self.origins.of(second).unwrap_or("?")
             ))),
@@ -239,27 +239,27 @@ impl Resolver<'_> {
         .collect();
         let swallowed = self.flags.data.data_path.last().filter(|p| p.ends_with(".toml"));
         let hint = swallowed.map_or(String::new(), |path| {
-            format!("; if {path} is the run file, put it before --data-path, which takes every word that follows")
+            format!("; if {path} is the run file, put it before --data-path, which takes all words after it")
         });
         let recorded = match (&gathered.recorded, &self.flags.checkpoint.load) {
             (Some(recorded), _) => format!(
-                "; the checkpoint {} does not record {}, as one that was imported or is of an early version",
+                "; the checkpoint {} does not record {}: it was imported, or an early version wrote it",
                 recorded.path.display(),
                 recorded.lacks.join(" ")
             ),
             (None, Some(load)) if resumable(load)?.is_some() => {
                 format!(
-                    "; with --use-checkpoint-args the checkpoint in {} tells them",
+                    "; --use-checkpoint-args takes them from the checkpoint in {}",
                     load.display()
                 )
             }
             (None, Some(load)) => {
-                format!("; {} holds no checkpoint that would tell them", load.display())
+                format!("; {} holds no checkpoint to take them from", load.display())
             }
             (None, None) => String::new(),
         };
         Err(Error::usage(format!(
-            "not set: {}. Set them in a run file, or by the flags of the same names{hint}{recorded}",
+            "not set: {}. Set them in a run file, or with the flags of the same names{hint}{recorded}",
             missing.join(", ")
         )))
     }
@@ -304,7 +304,7 @@ impl Resolver<'_> {
             matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
         if c.max_restarts > 0 && !goes_on {
             return Err(Error::usage(format!(
-                "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
+                "{} restarts a failed run from its last checkpoint; set --save, and --load with the same folder",
                 self.origins.cite("max_restarts", c.max_restarts)
             )));
         }

@@ -114,7 +114,7 @@ impl Resolver<'_> {
             match given {
                 Some(ours) if ours != theirs => {
                     contradictions
-                        .push(format!("{} where it has {theirs}", self.origins.cite(key, ours)));
+                        .push(format!("{}, but it has {theirs}", self.origins.cite(key, ours)));
                 }
                 Some(_) => {}
                 None => self.origins.record(key, &origin),
@@ -122,8 +122,9 @@ impl Resolver<'_> {
         }
         if !contradictions.is_empty() {
             return Err(Error::usage(format!(
-                "contradicting {origin}: {}; leave out what describes the architecture (--vocab-size and, where positions are relative, \
-                 --max-position-embeddings and --rotary-base may differ)",
+                "contradicting {origin}: {}; leave out flags of the architecture (only \
+                 --vocab-size may differ and, with relative positions, --max-position-embeddings \
+                 and --rotary-base)",
                 contradictions.join(", ")
             )));
         }
@@ -152,7 +153,7 @@ impl Resolver<'_> {
                 && positions != model.max_position_embeddings
             {
                 return Err(Error::usage(format!(
-                    "{}, and the model has {} positions, which it has learned: its weights are of these alone",
+                    "{}, but the model has learned {} positions and has weights only for these",
                     self.origins.cite("max_position_embeddings", positions),
                     model.max_position_embeddings
                 )));

@@ -39,7 +39,7 @@ impl Resolver<'_> {
         let wsd = self.samples("lr_wsd_decay", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples, gbs);
         if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
             return Err(Error::usage(format!(
-                "{} needs the length of its annealing; set lr_wsd_decay_iters",
+                "{} needs the length of the annealing; set lr_wsd_decay_iters",
                 self.origins.cite("lr_decay_style", "WSD")
             )));
         }
@@ -50,7 +50,7 @@ impl Resolver<'_> {
             (false, Some(folder)) => OptimizerOffload::Nvme(folder.clone()),
             (true, Some(folder)) => {
                 return Err(Error::usage(format!(
-                    "{} and {} are two places for one state; leave one out",
+                    "{} and {} both move the optimizer state; leave one out",
                     self.origins.cite("optimizer_cpu_offload", true),
                     self.origins.cite("offload_optimizer_nvme_path", folder.display())
                 )));

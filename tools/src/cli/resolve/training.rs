@@ -61,7 +61,7 @@ impl Resolver<'_> {
         }
         if t.max_nonfinite_steps != 1 && self.origins.of("max_nonfinite_steps") != Some("default") {
             return Err(Error::usage(format!(
-                "{} ends the run at the first step that is not finite, and {} does not; give one of them",
+                "{} ends the run at the first step that is not finite, but {} does not; give only one",
                 self.origins.cite("check_for_nan_in_loss_and_grad", true),
                 self.origins.cite("max_nonfinite_steps", t.max_nonfinite_steps)
             )));
@@ -82,7 +82,7 @@ impl Resolver<'_> {
         let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice())
         else {
             return Err(Error::usage(format!(
-                "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
+                "{cited} must be three numbers: the first batch size, the increment, and the samples over which the batch grows"
             )));
         };
         let in_steps = [
@@ -104,7 +104,7 @@ impl Resolver<'_> {
             .collect();
         if !in_steps.is_empty() {
             return Err(Error::usage(format!(
-                "with {cited} steps have different numbers of samples, so lengths are given in samples: {}",
+                "with {cited}, steps have different numbers of samples, so give lengths in samples: {}",
                 in_steps.join(", ")
             )));
         }
@@ -128,8 +128,8 @@ impl Resolver<'_> {
             self.pass_over(&scaling);
         } else if let Some((key, _)) = scaling.iter().find(|(_, given)| *given && !p.fp16) {
             return Err(Error::usage(format!(
-                "{key} ({}) is a setting of fp16, and the run is in fp32, which needs no loss scale; leave it out or add fp16 \
-                 = true",
+                "{key} ({}) is a setting of fp16, but the run is in fp32, which needs no loss \
+                 scale; leave it out or add fp16 = true",
                 self.origins.of(key).unwrap_or("?")
             )));
         }
@@ -137,7 +137,7 @@ impl Resolver<'_> {
             (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given))
         {
             return Err(Error::usage(format!(
-                "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
+                "{key} ({}) is for a dynamic loss scale, but {} is fixed; give only one",
                 self.origins.of(key).unwrap_or("?"),
                 self.origins.cite("loss_scale", scale)
             )));

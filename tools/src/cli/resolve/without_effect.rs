@@ -63,6 +63,7 @@ impl Resolver<'_> {
                 beyond.join(" ")
             ));
         }
-        (!idle.is_empty()).then(|| format!("note: without effect here: {}", idle.join("; ")))
+        (!idle.is_empty())
+            .then(|| format!("note: these settings have no effect here: {}", idle.join("; ")))
     }
 }

@@ -144,7 +144,7 @@ fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
 pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     if !OPERATIONS.iter().any(|operation| operation.contains(&args.only)) {
         return Err(CliError::usage(format!(
-            "--only {}: no operation has that in its name; there are {}",
+            "--only {}: no operation has this in its name; operations are {}",
             args.only,
             OPERATIONS.join(", ")
         )));
@@ -156,7 +156,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     let (backend, ranks) = match (args.backend, &place) {
         (Backend::Threads, Some(_)) => {
             return Err(CliError::usage(
-                "--backend threads has its ranks in one process; start it without a launcher",
+                "--backend threads runs all ranks in one process; start it without a launcher",
             ));
         }
         (Backend::Threads, None) => {
@@ -182,7 +182,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         max_restarts: 0,
     };
     if args.backend == Backend::Nccl && args.device == Choice::Cpu {
-        return Err(CliError::usage("--backend nccl is for tensors of GPUs: add --device cuda"));
+        return Err(CliError::usage("--backend nccl needs GPU tensors: add --device cuda"));
     }
     ranks::check_device(args.device)?;
     let Some(place) = place else {

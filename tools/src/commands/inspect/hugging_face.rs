@@ -48,7 +48,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     let config = if is_listed(&config) {
         describe(&config)?
     } else {
-        fact("family", format!("unknown: there is no {CONFIG}"));
+        fact("family", format!("unknown: {CONFIG} is missing"));
         None
     };
     // Import takes them along.
@@ -67,7 +67,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         if let Err(error) = possible {
             fact("import", format!("not possible: {error}"));
             tensors(&held);
-            let why = format!("does not hold the model that its {CONFIG} describes");
+            let why = format!("does not match the model in its {CONFIG}");
             return Err(Error::checkpoint(path, why).into());
         }
         fact("import", format!("possible, as {family:?}"));
@@ -78,7 +78,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     tensors(&held);
     fact(
         "whole",
-        "headers describe every byte of the files, and an index, if there is one, every tensor",
+        "headers describe every byte of the files, and the index, if present, every tensor",
     );
     Ok(())
 }

@@ -57,7 +57,7 @@ pub fn run(args: &InspectArgs) -> Result<u8> {
     let kind = kind(&args.path)?;
     if args.iteration.is_some() && kind != Kind::Checkpoint {
         return Err(Error::usage(format!(
-            "--iteration is for checkpoints, and {} is none",
+            "--iteration is for checkpoints, but {} is not a checkpoint",
             args.path.display()
         )));
     }
@@ -102,14 +102,14 @@ fn kind(path: &Path) -> Result<Kind> {
     }
     if !path.exists() {
         return Err(Error::usage(format!(
-            "{} does not exist, and there is no indexed dataset with this prefix (a .bin and an .idx file)",
+            "{} does not exist, and no indexed dataset (a .bin and an .idx file) has this prefix",
             path.display()
         )));
     }
     let datasets = datasets_in(path);
     if !datasets.is_empty() {
         return Err(Error::usage(format!(
-            "{} is a folder that indexed datasets are in; name the prefix of one: {}",
+            "{} is a folder of indexed datasets; give the prefix of one: {}",
             path.display(),
             datasets.join(", ")
         )));

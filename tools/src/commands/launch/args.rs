@@ -94,7 +94,7 @@ impl LaunchArgs {
         }
         if self.nnodes > 1 && self.master_addr.is_none() {
             return Err(Error::usage(format!(
-                "--nnodes {} needs --master-addr: the machine of --node-rank 0, by a name or address at which the others reach it",
+                "--nnodes {} needs --master-addr: the name or address at which other machines reach the machine of --node-rank 0",
                 self.nnodes
             )));
         }

@@ -88,7 +88,7 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
 fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
     if let Some(host) = hosts.iter().find(|host| hosts.len() > 1 && is_loopback(&host.name)) {
         return Err(Error::usage(format!(
-            "{}: {} is every machine to itself; name it as the others reach it",
+            "{}: {} means a different machine on each host; give a name or address that the other machines reach",
             path.display(),
             host.name
         )));
@@ -166,7 +166,8 @@ fn named(exports: &[String]) -> Result<Vec<(OsString, OsString)>> {
         }
         if name == RUN_SECRET {
             return Err(Error::usage(format!(
-                "--export {name}: a command line is everybody's to read; leave it out: the secret goes to the other hosts by itself"
+                "--export {name}: every user of a machine can read command lines; leave it out, \
+                 since the other hosts receive the secret anyway"
             )));
         }
         let value = value.map(OsString::from).or_else(|| std::env::var_os(name));

@@ -92,10 +92,10 @@ impl Piece {
                     let column = error.column();
                     let advice = match not_json(bytes, column) {
                         Some(name) => {
-                            format!("; {name} is no JSON, though Python writes and reads it: write null instead")
+                            format!("; {name} is not JSON, although Python writes and reads it: write null instead")
                         }
                         None if what.contains("hex escape") || what.contains("surrogate") => {
-                            "; half of a surrogate pair is no character: leave it out, or write U+FFFD instead".into()
+                            "; half of a surrogate pair is not a character: leave it out, or write U+FFFD instead".into()
                         }
                         None => String::new(),
                     };
@@ -196,7 +196,7 @@ fn next_line(
                 | std::io::ErrorKind::UnexpectedEof => Error::data(
                     path,
                     format!(
-                        "line {number} cannot be decompressed: {error}; copy or make the file again"
+                        "line {number} cannot be decompressed: {error}; copy or create the file again"
                     ),
                 ),
                 _ => Error::io("read", path, error),
@@ -209,7 +209,7 @@ fn next_line(
             return Err(Error::data(
                 path,
                 format!(
-                    "line {number} has more than {} MiB; a line is one document, cut it into several",
+                    "line {number} has more than {} MiB; a line is one document: split it into several",
                     LONGEST_LINE >> 20
                 ),
             ));
@@ -261,7 +261,7 @@ impl<'de> Visitor<'de> for Fields<'_> {
                 others.truncate(8);
                 let found = if others.is_empty() { "none".into() } else { others.join(", ") };
                 Err(A::Error::custom(format!(
-                    "there is no key \"{}\"; give --json-keys one of those that are there: {found}",
+                    "there is no key \"{}\"; give --json-keys one of the existing keys: {found}",
                     self.0[at]
                 )))
             }

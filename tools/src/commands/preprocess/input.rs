@@ -34,13 +34,13 @@ const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
 /// Formats that are known but not read, by their first bytes, and what to do with them.
 const REFUSED: &[(&[u8], &str)] = &[
-    (MAGIC, "is Parquet; call it .parquet"),
-    (b"BZh", "is compressed with bzip2, which is not read; recompress it with gzip or zstd"),
+    (MAGIC, "is Parquet; rename it to .parquet"),
+    (b"BZh", "is compressed with bzip2, which is not supported; recompress it with gzip or zstd"),
     (
         &[0xfd, b'7', b'z', b'X', b'Z', 0],
-        "is compressed with xz, which is not read; recompress it with gzip or zstd",
+        "is compressed with xz, which is not supported; recompress it with gzip or zstd",
     ),
-    (b"PK\x03\x04", "is a zip archive, which is not read; unpack it"),
+    (b"PK\x03\x04", "is a zip archive, which is not supported; unpack it"),
 ];
 
 /// An input file.
@@ -91,8 +91,9 @@ impl Input {
             Some((_, why)) => Err(Error::data(path, *why)),
             None if !is_told && input.begins_with_record()? => Err(Error::data(
                 path,
-                "has a name that does not tell what it holds, and begins with a JSON object; call it .jsonl (a JSON object \
-                 on each line) or .txt (text), with .gz or .zst after that if it is compressed",
+                "begins with a JSON object, but its name does not show its format; rename it to \
+                 .jsonl (one JSON object per line) or .txt (text), followed by .gz or .zst if it \
+                 is compressed",
             )),
             None => Ok(input),
         }
@@ -133,12 +134,12 @@ impl Input {
         // Before it is opened, which would wait for whoever writes to a pipe.
         let meta = std::fs::metadata(path).map_err(unreadable)?;
         if meta.is_dir() {
-            return Err(Error::data(path, "is a folder; give its files"));
+            return Err(Error::data(path, "is a folder; give the files in it"));
         }
         if !meta.is_file() {
             return Err(Error::data(
                 path,
-                "is no file but a pipe or a device, which cannot be read twice; write it to a file",
+                "is a pipe or a device, which cannot be read twice; write its content to a file",
             ));
         }
         let file = megatron::files::open_binary(path).map_err(unreadable)?;

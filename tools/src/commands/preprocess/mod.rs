@@ -121,7 +121,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     })?;
     if name.starts_with("train:") {
         return Err(Error::usage(format!(
-            "--tokenizer {name}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
+            "--tokenizer {name}: first train the vocabulary with `megatron tokenizer train`, then give its tokenizer.json",
         )));
     }
     note.iter().for_each(|note| print_line(note));
@@ -209,7 +209,7 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
 fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     for records in paths.iter().filter_map(|path| records_in(path)) {
         print_line(&format!(
-            "note: of a folder only text is read, not {} and the like; name such files",
+            "note: only text is read from folders; files such as {} are left out, so name them if they are wanted",
             records.display()
         ));
     }
@@ -223,7 +223,7 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     }
     match inputs.iter().find(|input| input.format == Format::Text) {
         Some(input) if keys.len() > 1 => Err(Error::usage(format!(
-            "{} is text without keys, but --json-keys names {}; preprocess it by itself",
+            "{} is text without keys, but --json-keys names {}; preprocess it separately",
             input.path.display(),
             keys.len()
         ))),
@@ -255,7 +255,7 @@ fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
         .any(|input| std::fs::canonicalize(&input.path).is_ok_and(|input| input == there))
     {
         return Err(Error::usage(format!(
-            "{} is an input and cannot be the output, too; name another",
+            "{} is an input and cannot also be the output; give another output",
             output.display()
         )));
     }
@@ -263,7 +263,7 @@ fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "{} is there already; write elsewhere, or replace it with --overwrite",
+        "{} already exists; write elsewhere, or replace it with --overwrite",
         output.display()
     )))
 }
@@ -369,7 +369,7 @@ impl Output {
         if self.tokens > 0 {
             return Ok(());
         }
-        let message = "was not written: the input has no text; give files that are not empty";
+        let message = "was not written: the input has no text; give files with text";
         Err(Error::Run(megatron::Error::data(&self.prefix, message)))
     }
 

@@ -60,7 +60,7 @@ fn describe_recorded(origin: &str, run: &RunConfig) -> String {
         None if run.training.skip_train => "nothing is saved under --skip-train".to_string(),
         None => "nothing is saved without --save".to_string(),
     };
-    format!("settings that are not given are those of {origin}; {saves}")
+    format!("settings that are not given come from {origin}; {saves}")
 }
 
 /// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
@@ -88,7 +88,9 @@ fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
         std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     (rank == 0 && granted < max_restarts).then(|| {
         format!(
-            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun have a --max-restarts of their own (here: {granted})"
+            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; use the \
+             --max-restarts of the launcher (`megatron launch`, torchrun) instead (here: \
+             {granted})"
         )
     })
 }
@@ -100,10 +102,16 @@ fn advice(run: &RunConfig) -> Option<String> {
         Some(load) if checkpoint::same_folder(load, save) => {
             let command =
                 if run.checkpoint.ckpt_step.is_some() { "Without --ckpt-step the" } else { "The" };
-            format!("{command} same command goes on from the last checkpoint in {}", save.display())
+            format!(
+                "{command} same command continues from the last checkpoint in {}",
+                save.display()
+            )
         }
         _ => {
-            format!("With --load {} the run goes on from the last checkpoint there", save.display())
+            format!(
+                "With --load {} the run continues from the last checkpoint there",
+                save.display()
+            )
         }
     })
 }
@@ -176,7 +184,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
         && let (Some(name), trained) = tokenizer_of(&path)?
     {
         resolved.notes.push(format!(
-            "note: no --tokenizer is given: {name} is taken, which the checkpoint in {} goes with",
+            "note: --tokenizer is not given: {name} is used, the tokenizer of the checkpoint in {}",
             path.display()
         ));
         run.data.tokenizer_options.no_special_tokens |= trained.no_special_tokens;
@@ -230,7 +238,8 @@ fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatro
             megatron::Error::data(
                 path,
                 format!(
-                    "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
+                    "{message}. This path is recorded in {}: start in the folder where that run \
+                     was started, or give --data-path (--tokenizer)",
                     checkpoint.display()
                 ),
             )
@@ -377,11 +386,11 @@ fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
     match (model.vocab_size, origin.vocab_size) {
         (here, there) if here > there => {
             format!(
-                "; its vocabulary has {there} tokens, and those up to {here} begin with random weights"
+                "; its vocabulary has {there} tokens, and the further ones up to {here} start with random weights"
             )
         }
         (here, there) if here < there => {
-            format!("; of its vocabulary of {there} tokens the first {here} are kept")
+            format!("; the first {here} tokens of its vocabulary of {there} are kept")
         }
         _ => String::new(),
     }
@@ -468,8 +477,7 @@ fn encode_prompt<'a>(
 ) -> Result<(Vec<u32>, &'a Tokenizer, Length)> {
     let tokenizer = tokenizer.ok_or_else(|| {
         Error::usage(
-            "--prompt is a text, and the data are tokens; give --tokenizer with the tokenizer they were made with, or leave \
-             --prompt out",
+            "--prompt is text, but the data are tokens; give --tokenizer with the tokenizer of the data, or leave --prompt out",
         )
     })?;
     let tokens = tokenizer.encode_prompt(prompt)?;

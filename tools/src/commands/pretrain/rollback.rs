@@ -46,8 +46,9 @@ pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
         std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     if restarts > 0 && std::env::var_os(OWN_RANKS).is_none() {
         return Err(Error::usage(format!(
-            "--ckpt-step {step}: this launcher may start ranks again ({MAX_RESTARTS} = {restarts}), and each time they would go back to step \
-             {step}; give the launcher --max-restarts 0, or leave the ranks to `megatron pretrain` with its own --max-restarts"
+            "--ckpt-step {step}: this launcher may restart ranks ({MAX_RESTARTS} = {restarts}), \
+             and each restart would go back to step {step}; give the launcher --max-restarts 0, or \
+             start the ranks with `megatron pretrain --max-restarts`"
         )));
     }
     Ok(())

@@ -19,7 +19,7 @@ impl Supervisor<'_> {
         let running = self.ranks.iter().enumerate().filter(|(_, rank)| rank.child.is_some());
         let late: Vec<Who> = running.map(|(index, _)| self.plan.work.who(index)).collect();
         let message = format!(
-            "{} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
+            "{} did not stop within {} s of the request, and was killed; unsaved progress is lost",
             listed(&late),
             limit.as_secs()
         );
@@ -71,10 +71,8 @@ impl Supervisor<'_> {
             self.tell_why(Fault { message, blames_a_peer, comes_again });
         } else {
             self.printer.print(Stream::Stderr, "error: ", &message);
-            let note = format!(
-                "starting all ranks again (restart {} of at most {most})",
-                self.restarts + 1
-            );
+            let note =
+                format!("restarting all ranks (restart {} of at most {most})", self.restarts + 1);
             self.printer.print(Stream::Stderr, "", &note);
         }
         End { code, again }

@@ -110,7 +110,7 @@ impl<'a> Supervisor<'a> {
     fn start(plan: &'a Plan, restarts: u32) -> Result<Self> {
         let (sender, events) = sync_channel(1024);
         let printer = Printer::start().map_err(|source| Error::Io {
-            action: format!("start a thread that prints ({MORE_PROCESSES})"),
+            action: format!("start a thread for printing ({MORE_PROCESSES})"),
             source,
         })?;
         let mut started = Self {
@@ -135,7 +135,7 @@ impl<'a> Supervisor<'a> {
             })?;
             let unread = |source| Error::Io {
                 action: format!(
-                    "start a thread that reads what {} prints ({MORE_PROCESSES})",
+                    "start a thread for reading the output of {} ({MORE_PROCESSES})",
                     plan.work.who(index)
                 ),
                 source,
@@ -355,7 +355,7 @@ impl<'a> Supervisor<'a> {
     fn finish_printing(&mut self, requests: &mut Requests) -> bool {
         if self.unread > 0 {
             let note = format!(
-                "{} lines of ranks are not shown: nobody read what was printed",
+                "{} lines of ranks are not shown: standard output was not read",
                 self.unread
             );
             self.printer.print(Stream::Stderr, "", &note);

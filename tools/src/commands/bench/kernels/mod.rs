@@ -134,7 +134,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     bench.generation()?;
     if bench.table.is_empty() {
         return Err(Error::usage(format!(
-            "--only {}: no kernel of {} has that in its name",
+            "--only {}: no kernel of {} has this in its name",
             args.only,
             args.preset.name()
         )));
@@ -159,7 +159,8 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
         let isa = instruction.name();
         let best = peak(instruction, Duration::from_millis(PEAK_MS));
         crate::print_line(&format!(
-            "of peak: of what {isa} in registers alone does right before and after each call, the median; now {} GFLOP/s",
+            "of peak: relative to the median rate of {isa} on registers alone, measured before and \
+             after each call; now {} GFLOP/s",
             significant(best)
         ));
     } else if !bench.device.is_cpu() {

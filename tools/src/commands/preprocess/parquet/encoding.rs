@@ -248,7 +248,7 @@ fn plain(page: &[u8], at: &mut usize) -> Read<std::ops::Range<usize>> {
 }
 
 fn size(value: i64) -> Read<usize> {
-    usize::try_from(value).map_err(|_| format!("a page has a text of {value} bytes"))
+    usize::try_from(value).map_err(|_| format!("a page has a string of {value} bytes"))
 }
 
 /// `len` bytes of the page from `at` on, behind which `at` is moved.
@@ -268,7 +268,7 @@ impl Strings {
             2 | 8 if has_dictionary => {
                 Encoding::Indices(Hybrid::new(at + 1, page.len(), u32::from(page[at]))?)
             }
-            2 | 8 => return Err("a page refers to a dictionary that is not there".into()),
+            2 | 8 => return Err("a page refers to a missing dictionary".into()),
             6 => {
                 let lengths = Deltas::new(page, at)?;
                 let at = lengths.end(page)?;
@@ -281,7 +281,9 @@ impl Strings {
                 Encoding::Prefixes { prefixes, suffixes, at, last: Vec::new() }
             }
             _ => {
-                return Err(format!("a page has the encoding {encoding}, which texts do not have"));
+                return Err(format!(
+                    "a page has the encoding {encoding}, which strings do not have"
+                ));
             }
         }))
     }
@@ -293,7 +295,7 @@ impl Strings {
                 let index = indices.next(page)?;
                 let place = dictionary.places.get(index as usize);
                 let &(start, end) = place.ok_or_else(|| {
-                    format!("a page refers to word {index} of a shorter dictionary")
+                    format!("a page refers to entry {index} of a shorter dictionary")
                 })?;
                 Ok(&dictionary.page[start as usize..end as usize])
             }
@@ -303,7 +305,7 @@ impl Strings {
                 let suffix = part(page, at, size(suffixes.next(page)?)?)?;
                 if prefix > last.len() {
                     return Err(format!(
-                        "a text begins with {prefix} bytes of one that has {}",
+                        "a string takes {prefix} bytes from a string of {} bytes",
                         last.len()
                     ));
                 }

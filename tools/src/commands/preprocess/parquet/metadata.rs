@@ -51,16 +51,8 @@ struct SchemaElement {
 const OPTIONAL: i64 = 1;
 const REPEATED: i64 = 2;
 const BYTE_ARRAY: i64 = 6;
-const PHYSICAL: [&str; 8] = [
-    "truth values",
-    "i32",
-    "i64",
-    "i96",
-    "f32",
-    "f64",
-    "byte strings",
-    "byte strings of one length",
-];
+const PHYSICAL: [&str; 8] =
+    ["booleans", "i32", "i64", "i96", "f32", "f64", "byte strings", "byte strings of fixed length"];
 /// Byte strings that are no text, by their converted type.
 const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "intervals")];
 /// Columns that are named where the wanted one is missing.
@@ -81,7 +73,8 @@ impl Metadata {
                 }
                 (3, Kind::Int) => rows = Some(thrift.int()?),
                 (4, Kind::List) => {
-                    let columns = columns.as_ref().ok_or("its rows come before its columns")?;
+                    let columns =
+                        columns.as_ref().ok_or("its row groups come before its schema")?;
                     let found = groups.insert(Vec::<RowGroup>::new());
                     each(thrift, |thrift| {
                         row_group(thrift, columns, data_end).map(|group| found.extend(group))
@@ -93,13 +86,13 @@ impl Metadata {
             Ok(true)
         };
         Thrift::new(bytes).structure(described)?;
-        let columns = columns.ok_or("it describes no columns")?;
-        let (rows, groups) = rows.zip(groups).ok_or("it does not describe its rows")?;
+        let columns = columns.ok_or("it has no schema")?;
+        let (rows, groups) = rows.zip(groups).ok_or("it has no row groups")?;
         // A changed number of a group's rows would drop documents without a word.
         let held: i128 = groups.iter().map(|group| i128::from(group.rows)).sum();
         if held != i128::from(rows) {
             return Err(format!(
-                "its groups hold {held} rows of the {rows} it describes; copy or make it again"
+                "its row groups hold {held} of {rows} rows; copy or create it again"
             ));
         }
         Ok(Self { columns, groups })
@@ -111,7 +104,7 @@ fn each(thrift: &mut Thrift, mut f: impl FnMut(&mut Thrift) -> Read<()>) -> Read
     match thrift.list()? {
         (Kind::Struct, len) => (0..len).try_for_each(|_| f(thrift)),
         (_, 0) => Ok(()),
-        (kind, _) => Err(format!("where structures should be there are elements of type {kind:?}")),
+        (kind, _) => Err(format!("elements of type {kind:?} are where structures are expected")),
     }
 }
 
@@ -155,7 +148,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
         }
         let refuse = |what: &str| {
             Err(format!(
-                "column {key:?} holds {what}, not one text in each row; give --json-keys another"
+                "column {key:?} holds {what}, not one string per row; give --json-keys another column"
             ))
         };
         if top.children > 0 || top.repetition == REPEATED {
@@ -178,7 +171,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     let found =
         if names.is_empty() { "none".into() } else { names[..names.len().min(NAMED)].join(", ") };
     Err(format!(
-        "there is no column {key:?}; give --json-keys one of those that are there: {found}"
+        "there is no column {key:?}; give --json-keys one of the existing columns: {found}"
     ))
 }
 
@@ -198,21 +191,21 @@ fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read
                     }
                     Ok(())
                 })?;
-                group.chunks = found
-                    .into_iter()
-                    .collect::<Option<_>>()
-                    .ok_or("a group of rows lacks a column")?;
+                group.chunks =
+                    found.into_iter().collect::<Option<_>>().ok_or("a row group lacks a column")?;
             }
             (3, Kind::Int) => {
-                group.rows =
-                    thrift.int()?.try_into().map_err(|_| "a group has less than no rows")?
+                group.rows = thrift
+                    .int()?
+                    .try_into()
+                    .map_err(|_| "a row group has a negative number of rows")?
             }
             _ => return Ok(false),
         }
         Ok(true)
     })?;
     if group.chunks.is_empty() {
-        return Err("a group of rows has no columns".into());
+        return Err("a row group has no columns".into());
     }
     Ok((group.rows > 0).then_some(group))
 }
@@ -223,7 +216,7 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
         match (id, kind) {
             (1, Kind::Binary) => {
                 let file = text(thrift.binary()?);
-                return Err(format!("its data lie in another file, {file:?}; give that one"));
+                return Err(format!("its data are in another file, {file:?}; give that file"));
             }
             (3, Kind::Struct) => described = Some(chunk_data(thrift)?),
             (8 | 9, _) => return Err("it is encrypted; decrypt it first".into()),

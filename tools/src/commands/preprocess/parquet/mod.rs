@@ -64,7 +64,10 @@ impl Rows {
         let read = |error| Error::io("read", path, error);
         let size = file.metadata().map_err(|error| Error::io("inspect", path, error))?.len();
         let damaged = |what: &str| {
-            Error::data(path, format!("is not a whole Parquet file: {what}; copy or make it again"))
+            Error::data(
+                path,
+                format!("is not a complete Parquet file: {what}; copy or create it again"),
+            )
         };
         let mut tail = [0; TAIL as usize];
         if size < TAIL + 4 {
@@ -79,7 +82,7 @@ impl Rows {
         }
         let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
         if footer > LONGEST_FOOTER || footer > size - TAIL - 4 {
-            return Err(damaged(&format!("its description claims {footer} of its {size} bytes")));
+            return Err(damaged(&format!("its footer claims {footer} of its {size} bytes")));
         }
         let data_end = size - TAIL - footer;
         let mut bytes = vec![0; footer as usize];
@@ -169,7 +172,7 @@ impl Column {
         let text = page.strings.next(&page.bytes, self.dictionary.as_ref().unwrap_or(&none))?;
         if text.len() as u64 > LONGEST_LINE {
             return Err(format!(
-                "a text has more than {} MiB; cut it into several",
+                "a string has more than {} MiB; split it into several",
                 LONGEST_LINE >> 20
             ));
         }
@@ -227,7 +230,7 @@ impl Column {
         if self.optional {
             if header.level_encoding != RLE {
                 return Err(format!(
-                    "levels have the encoding {}, which is not read",
+                    "levels have the encoding {}, which is not supported",
                     header.level_encoding
                 ));
             }
@@ -235,7 +238,7 @@ impl Column {
             at = len
                 .checked_add(4)
                 .filter(|&end| end <= bytes.len())
-                .ok_or("levels end after their page")?;
+                .ok_or("levels extend past their page")?;
             let held = bytes[4..at].to_vec();
             let runs = Hybrid::new(0, held.len(), 1)?;
             levels = Some((held, runs));
@@ -248,7 +251,7 @@ impl Column {
     fn data_2(&self, header: &PageHeader, mut stored: Vec<u8>) -> Read<Page> {
         let before = header.repetition_bytes + header.definition_bytes;
         if before > header.stored || before > header.size {
-            return Err("levels end after their page".into());
+            return Err("levels extend past their page".into());
         }
         let compressed = stored.split_off(before as usize);
         let held = stored.split_off(header.repetition_bytes as usize);

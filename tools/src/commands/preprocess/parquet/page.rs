@@ -87,11 +87,7 @@ impl PageHeader {
         let Some(crc) = self.crc else { return Ok(()) };
         let mut actual = Crc::new();
         actual.update(stored);
-        if actual.sum() == crc {
-            Ok(())
-        } else {
-            Err("a page has another checksum than it says".into())
-        }
+        if actual.sum() == crc { Ok(()) } else { Err("a page does not match its checksum".into()) }
     }
 }
 
@@ -108,7 +104,7 @@ fn page_size(bytes: i64) -> Read<u64> {
 
 /// The names of codecs, by number.
 const CODECS: [&str; 8] =
-    ["none", "Snappy", "gzip", "LZO", "Brotli", "LZ4 of Hadoop", "zstd", "LZ4"];
+    ["none", "Snappy", "gzip", "LZO", "Brotli", "Hadoop's LZ4", "zstd", "LZ4"];
 
 /// Decompresses `stored` to `size` bytes. What would be more is noticed before it is made.
 pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
@@ -147,7 +143,7 @@ pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
                 .and_then(|codec| CODECS.get(codec))
                 .unwrap_or(&"an unknown codec");
             return Err(format!(
-                "it is compressed with {name}, which is not read; write it with Snappy, gzip, zstd or LZ4_RAW"
+                "it is compressed with {name}, which is not supported; write it with Snappy, gzip, zstd or LZ4_RAW"
             ));
         }
     };

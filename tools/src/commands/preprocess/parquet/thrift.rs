@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn fields_are_handed_out_and_others_passed_over() {
-        // 1: int −3; 2: list of two truth values; 4: binary "ab"; 40: struct { 1: map {1: 2} }; 41:
+        // 1: int −3; 2: list of two booleans; 4: binary "ab"; 40: struct { 1: map {1: 2} }; 41:
         // true
         let bytes = [
             0x15, 5, 0x19, 0x21, 1, 2, 0x28, 2, b'a', b'b', 0x0c, 80, 0x1b, 1, 0x55, 2, 4, 0, 0x11,
