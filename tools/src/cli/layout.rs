@@ -7,17 +7,16 @@ use super::flags::LayoutFlags;
 use super::partition::Split;
 use crate::error::{Error, Result};
 
-/// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are
-/// needed, and 8 MB move at full bandwidth.
+/// Minimum elements of a gradient bucket on CPUs. A bucket holds memory only while its gradients
+/// are needed, and 8 MB are enough for full bandwidth.
 const BUCKET_ON_CPUS: usize = 2_000_000;
 
-/// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not;
-/// `launcher` is the place in a world that a launcher gave this process. Origins of what is derived
-/// go to `origins`.
+/// Resolves the layout of a model of `num_layers` layers, for ranks on GPUs or CPUs; `launcher` is
+/// this process's place in the world of a launcher. Records the origins of derived values in
+/// `origins`.
 ///
 /// # Errors
-/// If settings contradict each other or the world; the equations of a layout are checked by
-/// `validate`.
+/// If settings contradict each other or the world. `validate` checks the equations of a layout.
 pub fn resolve_layout(
     flags: &LayoutFlags,
     origins: &mut Origins,
@@ -93,8 +92,8 @@ impl LayoutResolver<'_> {
             delay_wgrad_compute: p.delay_wgrad_compute,
             extra_warmup: p.pipeline_extra_warmup,
             partition,
-            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns
-            // it off, too.
+            // Without tensor parallelism there is nothing to split along the sequence; Megatron
+            // also turns it off.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
             use_distributed_optimizer: p.use_distributed_optimizer,
             overlap_grad_reduce: p.overlap_grad_reduce,
@@ -102,7 +101,7 @@ impl LayoutResolver<'_> {
         })
     }
 
-    /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.
+    /// dp = WORLD_SIZE / (tp·cp·pp) under a launcher; otherwise the given value.
     fn data_parallel_size(&mut self, launcher: Option<&RankInfo>) -> Result<usize> {
         let p = self.flags;
         let Some(launcher) = launcher else {
@@ -146,8 +145,8 @@ impl LayoutResolver<'_> {
         }
     }
 
-    /// v, and the setting that asks for virtual stages: their number on each stage, or the layers
-    /// of one, of which v = num_layers / (pp · layers per virtual stage) follows.
+    /// v, and the setting that asks for virtual stages: either their number per stage, or the
+    /// layers per virtual stage, which gives v = num_layers / (pp · layers per virtual stage).
     fn virtual_pipeline_size(
         &self,
         num_layers: usize,

@@ -1,5 +1,4 @@
-//! The command line: flags, run files and words of other programs, and the settings that come of
-//! them.
+//! The command line: turns flags, run files and flags of other programs into settings.
 
 pub mod flags;
 mod from_checkpoint;
@@ -59,7 +58,7 @@ pub struct PretrainArgs {
     pub flags: Flags,
 }
 
-/// Why there is nothing to run.
+/// Why parsing stops without a command to run.
 #[derive(Debug)]
 pub enum Stop {
     /// clap has something to print: help, the version, or a usage error.
@@ -80,12 +79,12 @@ impl From<Error> for Stop {
 }
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {
-    // A command may have only some of the settings.
+    // A command can have a subset of the settings.
     matches.try_contains_id(key).is_ok()
         && matches.value_source(key) == Some(ValueSource::CommandLine)
 }
 
-/// The flags of the sections asked for that were typed, by key.
+/// The flags that the user typed, of the requested sections, by key.
 pub fn typed_origins(
     matches: &ArgMatches,
     of_section: impl Fn(&str) -> bool,
@@ -94,7 +93,7 @@ pub fn typed_origins(
     origins_of(matches, &sections.flat_map(|(_, args)| args).collect::<Vec<_>>())
 }
 
-/// Those of `args` that were typed, by key.
+/// The flags of `args` that the user typed, by key.
 pub fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     let typed = args.iter().filter(|arg| is_typed(matches, arg.get_id().as_str()));
     typed
@@ -102,8 +101,7 @@ pub fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String
         .collect()
 }
 
-/// What clap has to print, where help or the version is asked for: that comes before anything that
-/// is wrong.
+/// clap's output if the user asks for help or the version. This takes priority over errors.
 pub fn asks_for_help(command: &clap::Command, words: &[OsString]) -> std::result::Result<(), Stop> {
     if !words
         .iter()

@@ -1,31 +1,31 @@
-//! Which layers stages have, in Megatron-LM's ways to say it.
+//! Which layers each stage has, in all of Megatron-LM's notations.
 
 use megatron::config::{Origins, PartitionMethod};
 
 use super::flags::LayoutFlags;
 use crate::error::{Error, Result};
 
-/// More stages and layers are taken for a mistake.
+/// A larger number of stages or layers counts as a mistake.
 const MOST: usize = 1 << 20;
 
 /// How layers are split among stages.
 #[derive(Debug)]
 pub enum Split {
-    /// As `pipeline_partition` says.
+    /// The method of `pipeline_partition`.
     Method(PartitionMethod),
-    /// So many on the first and last stage, and evenly many on those for which nothing is said.
+    /// Given numbers on the first and last stage; the remaining stages share the rest evenly.
     Ends { first: Option<usize>, last: Option<usize> },
-    /// Evenly, where the embedding, and head and loss, count as a layer.
+    /// Evenly, counting the embedding and/or the head with the loss as a layer each.
     Counted { embedding: bool, loss: bool },
-    /// So many on each virtual stage, in the order of the model.
+    /// The number of layers of each virtual stage, in the order of the model.
     Layout(String, Vec<usize>),
 }
 
 impl Split {
-    /// What `p` says.
+    /// The split that `p` asks for.
     ///
     /// # Errors
-    /// If it says several things, or a layout that cannot be read.
+    /// If `p` gives several splits, or a layout that cannot be parsed.
     pub fn of(p: &LayoutFlags, origins: &Origins) -> Result<Self> {
         let mut given = Vec::new();
         let (first, last) =
@@ -66,10 +66,10 @@ impl Split {
         }
     }
 
-    /// v, and the setting that says it, where a layout does.
+    /// v and the setting that gives it, if that is a pipeline layout.
     ///
     /// # Errors
-    /// If its stages are not as many on each of `pp`.
+    /// If the number of its stages is not a multiple of `pp`.
     pub fn virtual_stages(&self, pp: usize, origins: &Origins) -> Result<Option<(usize, String)>> {
         let Self::Layout(cited, sizes) = self else { return Ok(None) };
         if pp == 0 || !sizes.len().is_multiple_of(pp) {
@@ -82,7 +82,7 @@ impl Split {
         Ok(Some((sizes.len() / pp, cited.clone())))
     }
 
-    /// What counts as layers beside them.
+    /// The parts besides layers that count as layers.
     pub fn counted_beside(&self) -> usize {
         match self {
             Self::Counted { embedding, loss } => usize::from(*embedding) + usize::from(*loss),
@@ -93,7 +93,7 @@ impl Split {
     /// The layers of each of pp · v virtual stages.
     ///
     /// # Errors
-    /// If they cannot be shared evenly.
+    /// If the layers cannot be shared evenly.
     pub fn partition(
         self,
         layers: usize,
@@ -128,8 +128,8 @@ impl Split {
     }
 }
 
-/// `first` and `last` layers on the stages at the ends, the rest evenly on the others, and a
-/// stage's evenly on its virtual stages.
+/// `first` and `last` layers on the end stages, the rest evenly on the others. The layers of a
+/// stage are split evenly over its virtual stages.
 fn ends(
     first: Option<usize>,
     last: Option<usize>,
@@ -175,9 +175,9 @@ fn ends(
     Ok((0..pp * v).map(|stage| of_stages[stage % pp] / v).collect())
 }
 
-/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E embedding, t a layer, L the
-/// loss, `|` between stages, `*` repeats the letter or the parenthesis before it, commas are for
-/// the eye.
+/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E is the embedding, t a layer, L
+/// the loss, `|` separates stages, `*` repeats the letter or parenthesis before it, commas are
+/// ignored.
 fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
     let letters: Vec<char> = text.chars().filter(|c| !c.is_whitespace() && *c != ',').collect();
     let mut at = 0;
@@ -198,7 +198,7 @@ fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
     Ok(stages.iter().map(|stage| stage.matches('t').count()).collect())
 }
 
-/// What stands up to the end or a closing parenthesis, written out.
+/// Expands the text up to the end or a closing parenthesis.
 fn group(letters: &[char], at: &mut usize, depth: usize) -> std::result::Result<String, String> {
     let mut flat = String::new();
     while let Some(&letter) = letters.get(*at) {

@@ -1,7 +1,7 @@
 //! Run files: TOML with the flags of `pretrain` as keys, in sections.
 //!
-//! A file is turned into the words that would say the same on the command line, so that both are
-//! parsed by one set of definitions.
+//! A file is turned into equivalent words of a command line, so that one set of definitions parses
+//! both.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use super::other_names::{self, Entry, Line, Verdict};
 use super::words::is_named;
 use crate::error::{Error, Result};
 
-/// Of a file of settings.
+/// Largest file of settings, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
 /// One key of a run file.
@@ -33,7 +33,7 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// One that `word`, a flag with its value, says.
+    /// A setting from `word`, a flag with its value.
     pub fn of(word: String, line: usize) -> Self {
         let name = word.split('=').next().unwrap_or_default();
         let key = name.trim_start_matches('-').replace('-', "_");
@@ -51,24 +51,24 @@ pub struct OtherKey {
     pub entry: &'static Entry,
 }
 
-/// What a run file says.
+/// The contents of a run file.
 #[derive(Debug, Default)]
 pub struct RunFile {
     pub settings: Vec<Setting>,
     pub others: Vec<OtherKey>,
-    /// What cannot be used, by line.
+    /// Errors, by line.
     pub problems: Vec<Problem>,
-    /// Everything that is set.
+    /// All settings in the file, for flags of other programs to refer to.
     pub line: Line,
 }
 
 /// Reads the run file at `path`.
 ///
 /// # Errors
-/// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on
-/// the command line.
+/// If it cannot be read, or is not TOML. Other errors are reported together with those of the
+/// command line.
 pub fn read(path: &Path) -> Result<RunFile> {
-    // A pipe is refused: every rank reads it, and only one could.
+    // A pipe is refused, because every rank reads the file and only one could read a pipe.
     let text = files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
         action: format!("read the run file {}", path.display()),
         source,
@@ -80,7 +80,7 @@ pub fn read(path: &Path) -> Result<RunFile> {
     })
 }
 
-/// A line and what is wrong there.
+/// A line and its error.
 pub type Problem = (usize, String);
 
 /// Reads the text of a run file.
@@ -149,7 +149,7 @@ impl RunFile {
     }
 }
 
-/// The texts, numbers and truths in a value.
+/// The strings, numbers and booleans in a value.
 fn texts(value: &DeValue<'_>) -> Vec<String> {
     match value {
         DeValue::Array(items) => items.iter().flat_map(|item| texts(item.get_ref())).collect(),
@@ -196,7 +196,7 @@ fn find_section<'a>(
     Err(format!("unknown section [{name}]; {hint}"))
 }
 
-/// Why a section, or key outside of one, of another program is refused.
+/// Why a section of another program, or its key outside of any section, is refused.
 fn refused(name: &str) -> Option<&'static str> {
     match other_names::find(&other_names::with_dashes(name))?.judge(&[], &Line::default()) {
         Verdict::Refused(why) => Some(why),
@@ -264,7 +264,7 @@ fn setting(
     Ok((id, words))
 }
 
-/// The values of the flag that say the same as `value`, or what kind of value is expected.
+/// The words for the flag that are equivalent to `value`, or the kind of value that is expected.
 fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, String> {
     let is_list = matches!(arg.get_action(), ArgAction::Append);
     let is_bool = has_type::<bool>(arg);
@@ -286,7 +286,7 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
             };
             items.iter().map(text).collect()
         }
-        // Lists of numbers to a reader.
+        // To the user these are lists of numbers.
         DeValue::Array(items)
             if ["split", "pipeline_partition"].contains(&arg.get_id().as_str()) =>
         {

@@ -1,4 +1,5 @@
-//! `megatron completions` and `megatron man`: the command line, explained to shells and to man.
+//! `megatron completions` and `megatron man`: completion scripts and man pages for the command
+//! line.
 
 use std::path::PathBuf;
 

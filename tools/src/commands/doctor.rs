@@ -1,5 +1,5 @@
-//! `megatron doctor`: what this program finds on this machine and would use, to be pasted into a
-//! report.
+//! `megatron doctor`: reports what this program finds and would use on this machine, for bug
+//! reports.
 
 use clap::Args;
 use kernels::Isa;

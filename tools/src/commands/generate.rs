@@ -84,7 +84,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
         ends: ends(&tokenizer, Some(&found.folder()?))?,
         absent: tokenizer.absent(found.model.vocab_size),
     };
-    // Before weights are loaded, and a prompt printed.
+    // Checks prompts before weights are loaded or a prompt is printed.
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
@@ -114,7 +114,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
     crate::print_part(&args.prompt[0]);
-    // A decoder that fails does so at the end, too.
+    // A failing decoder also fails at the end, where the error is reported.
     let mut on_token = |_, token| {
         speed.token();
         crate::print_part(&stream.add(token).unwrap_or_default());
@@ -126,12 +126,12 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     Ok(())
 }
 
-/// How fast prompts are continued.
+/// Measures the speed of generation.
 struct Speed {
     start: Instant,
-    /// How many there are, and their tokens.
+    /// Number of prompts, and their tokens.
     prompts: (usize, usize),
-    /// New tokens, and when the first and the last of them came.
+    /// Number of new tokens, and the times of the first and the last.
     new: usize,
     came: Option<(Instant, Instant)>,
 }
@@ -148,8 +148,8 @@ impl Speed {
         self.came = Some((self.came.map_or(now, |(first, _)| first), now));
     }
 
-    /// Writes it to stderr: the first token of each tells of the prompts, the others of text that
-    /// is continued.
+    /// Writes the speed to stderr: the time to the first token measures prompts, the rest measures
+    /// generation.
     fn tell(&self) {
         let Some((first, last)) = self.came else { return };
         let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());

@@ -1,4 +1,4 @@
-//! The commands: which there are, and what was asked for. A folder or file for each.
+//! The list of commands, and the parsed request. Each command has its own file or folder.
 
 pub mod bench;
 #[cfg(test)]
@@ -62,7 +62,7 @@ pub enum Command {
     Man(ManArgs),
 }
 
-/// What was asked for.
+/// The parsed command.
 #[derive(Debug)]
 pub enum Request {
     Pretrain(Box<Gathered>),
@@ -73,10 +73,10 @@ pub enum Request {
     Eval(EvalArgs),
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
-    /// With the origins of what was typed.
+    /// With the origins of the flags that were typed.
     Reshard(Box<ReshardArgs>, BTreeMap<String, String>),
     Inspect(InspectArgs),
-    /// With the origins of what was typed.
+    /// With the origins of the flags that were typed.
     Bench(Bench, BTreeMap<String, String>),
     Doctor(DoctorArgs),
     Completions(CompletionsArgs),
@@ -109,7 +109,7 @@ pub fn command() -> clap::Command {
 /// Reads the command line `words` (the program's name first) and the run file it names.
 ///
 /// # Errors
-/// [`Stop`] if there is something to print instead of something to do.
+/// [`Stop`] if there is only something to print and no command to run.
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let (command, mut names) = (command(), Vec::new());
     let mut innermost = &command;

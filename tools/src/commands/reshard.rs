@@ -1,4 +1,4 @@
-//! `megatron reshard`: a checkpoint's state in the files of another layout.
+//! `megatron reshard`: writes a checkpoint's state as the files of another layout.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -48,7 +48,8 @@ pub struct ReshardArgs {
 /// Reshards and returns the exit code; `origins` are those of what was typed.
 ///
 /// # Errors
-/// If the layout does not fit, the checkpoint is damaged, CKPT2 holds one, or the system refuses.
+/// If the layout does not fit, the checkpoint is damaged, CKPT2 holds a checkpoint, or a file
+/// operation fails.
 pub fn run(args: &ReshardArgs, given: &BTreeMap<String, String>) -> Result<u8> {
     let start = Instant::now();
     let path = checkpoint::locate(&args.from, args.iteration)?;

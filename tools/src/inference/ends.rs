@@ -1,4 +1,4 @@
-//! The tokens at which a continuation ends: the tokenizer's end of a document, and those that a
+//! The tokens at which a continuation ends: the tokenizer's end-of-document token, and those that a
 //! Hugging Face model's files name.
 
 use std::path::Path;
@@ -8,12 +8,12 @@ use serde_json::Value;
 
 use crate::error::Result;
 
-/// Of a file of settings.
+/// Largest file of settings, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
-/// Where they are named; as in transformers, the first file there is says all.
+/// Files that name them; as in transformers, only the first existing file counts.
 const FILES: [&str; 3] = ["generation_config.json", "hf_config.json", "config.json"];
 
-/// Those of a model whose files lie in `folder`, if there are any.
+/// The end tokens of a model with files in `folder`, if any.
 ///
 /// # Errors
 /// If a file is damaged.

@@ -1,9 +1,9 @@
-//! The machines of a run: DeepSpeed's hostfile, and what of it `--include` or `--exclude` select.
+//! The machines of a run: DeepSpeed's hostfile, filtered by `--include` or `--exclude`.
 //!
 //! Source: deepspeed/launcher/runner.py. A line is `HOST slots=N`; `#` begins a comment. A filter
-//! is `HOST[:SLOT,…]@…`, and a host without slots stands for all of its. Selected hosts keep the
-//! file's order, and slots the filter's. An IPv6 address may be in brackets, which a filter needs
-//! where slots follow; a filter may name a host with the user that it has in the file.
+//! is `HOST[:SLOT,…]@…`, and a host without slots means all of its slots. Selected hosts keep the
+//! order of the file, slots that of the filter. An IPv6 address may be in brackets, which a filter
+//! needs if slots follow. A filter may name a host with its user as in the file.
 
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
@@ -11,24 +11,24 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Of a list of machines.
+/// Largest hostfile, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// A machine and the slots of it that are used, one a rank.
+/// A machine and its slots in use, one per rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// As ssh takes it, with a user if the file names one.
+    /// The name for ssh, with the user if the file names one.
     pub destination: String,
     /// Without the user.
     pub name: String,
     /// Numbers of GPUs.
     pub slots: Vec<usize>,
-    /// How many there are in the file.
+    /// Number of slots in the file.
     pub all: usize,
 }
 
 impl Host {
-    /// CUDA_VISIBLE_DEVICES and its value, where some of the slots are left out.
+    /// CUDA_VISIBLE_DEVICES and its value, if some slots are left out.
     pub fn visible_devices(&self) -> Option<(OsString, OsString)> {
         let numbers: Vec<String> = self.slots.iter().map(usize::to_string).collect();
         let is_all = self.slots.iter().copied().eq(0..self.all);
@@ -36,11 +36,11 @@ impl Host {
     }
 }
 
-/// The hosts in `path`, of which a filter selects some.
+/// The hosts in `path` that the filter selects.
 ///
 /// # Errors
-/// If the file cannot be read or used, a filter names what is not in it, or hosts have different
-/// numbers of slots.
+/// If the file cannot be read or parsed, a filter names a host or slot that is not in it, or hosts
+/// have different numbers of slots.
 pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
     let text = megatron::files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
         action: format!("read the hostfile {}", path.display()),
@@ -61,10 +61,10 @@ pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result
     Ok(hosts)
 }
 
-/// Errors go on where the file's name ends.
+/// Error messages continue after the file's name.
 fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
     let mut hosts: Vec<Host> = vec![];
-    // Editors of Windows mark UTF-8 so.
+    // Windows editors start UTF-8 files with this mark.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     for (number, line) in text.lines().enumerate() {
         let line = line.split('#').next().unwrap_or_default().trim();
@@ -102,7 +102,7 @@ fn parse_line(line: &str) -> std::result::Result<Host, String> {
     let (user, host) =
         written.rsplit_once('@').map_or((None, written), |(user, host)| (Some(user), host));
     let name = bare(host);
-    // ssh would take it for an option.
+    // ssh would parse it as an option.
     if name.is_empty() || written.starts_with('-') {
         return Err(format!("`{written}` is not a host name"));
     }
@@ -120,18 +120,18 @@ fn parse_line(line: &str) -> std::result::Result<Host, String> {
     Ok(Host { destination, name: name.to_string(), slots: (0..all).collect(), all })
 }
 
-/// An address without the brackets that set it off from what follows; ssh takes none.
+/// An address without brackets, which ssh does not accept.
 fn bare(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Whether `name` is an address of IPv6, with a zone perhaps (`fe80::1%eth0`).
+/// Whether `name` is an IPv6 address, possibly with a zone (`fe80::1%eth0`).
 fn is_ipv6(name: &str) -> bool {
     name.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
 }
 
-/// The parts of a filter, `HOST[:SLOT,…]@…`. A host's user is before an `@`, too: it is one where
-/// the file has that host with that user and no host of its name.
+/// The parts of a filter, `HOST[:SLOT,…]@…`. An `@` can also follow a host's user: this is so if
+/// the file has that host with that user, and no host with the user's name.
 fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
     let mut parts: Vec<String> = vec![];
     let mut user: Option<&str> = None;
@@ -161,7 +161,7 @@ fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
 
 /// The host that a part of a filter names, and the list of its slots.
 fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) {
-    // An address that stands alone has colons of its own.
+    // A plain address contains colons itself.
     if is_ipv6(bare(part)) || hosts.iter().any(|host| host.name == bare(part)) {
         return (bare(part), None);
     }
@@ -171,7 +171,7 @@ fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) 
         .map_or((part, None), |(name, list)| (name, Some(list)))
 }
 
-/// Those of `hosts` that `filter` names, or all others.
+/// The hosts that `filter` names, or all others.
 fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Vec<Host>, String> {
     let mut named: Vec<(String, Vec<usize>)> = vec![];
     for part in parts(hosts, filter) {
@@ -218,7 +218,7 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
     }
 }
 
-/// torchrun's variables, and GPUs by local rank, are for machines with as many ranks each.
+/// torchrun's variables, and GPUs by local rank, need the same number of ranks on each machine.
 fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     let most = hosts.iter().map(|host| host.slots.len()).min().unwrap_or(0);
     if hosts.iter().all(|host| host.slots.len() == most) {
@@ -328,7 +328,7 @@ mod tests {
             [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]
         );
         assert_eq!(selected("h0", false).unwrap(), [host("h1", &[0, 1, 2, 3])]);
-        // With the user that the file has.
+        // With the user as in the file.
         assert_eq!(selected("me@h1:0,1", true).unwrap(), [host("h1", &[0, 1])]);
         assert_eq!(
             selected("h0:0@me@h1", true).unwrap(),

@@ -1,5 +1,5 @@
-//! The table of a profile: where the time of a step went, and how near its operations came to the
-//! machine's ceilings.
+//! The table of a profile: where the time of a step was spent, and how near its operations came to
+//! the machine's ceilings.
 
 use std::fmt::Write;
 
@@ -8,13 +8,13 @@ use megatron::train::{Profile, SpanGroup, Summary, Total};
 use super::table::{Table, significant};
 use super::words::count;
 
-/// Kernels that are matrix products or attention; the rest is overhead to be kept small.
+/// Kernels that are matrix products or attention; the rest is overhead.
 const PRODUCTS: [&str; 5] =
     ["linear", "linear_dgrad", "linear_wgrad", "attention", "attention_backward"];
-/// Rows of less than this share of a step are summed into one.
+/// Rows with less than this share of a step are summed into one.
 const LEAST_SHARE: f64 = 0.002;
 
-/// The whole report, ending in a Markdown table by operation and one by rank.
+/// The whole report, ending with Markdown tables by operation and by rank.
 pub fn render(profile: &Profile) -> String {
     if profile.ranks.is_empty() {
         return "profile: the run did not reach the steps to be recorded".to_string();
@@ -60,7 +60,7 @@ fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// Rows of the main thread, longest first, then what went on beside it.
+/// Rows of the main thread, longest first, then work on other threads.
 fn by_operation(profile: &Profile, mean: &Summary) -> Table {
     let steps = mean.steps.max(1) as f64;
     let mut table = Table::new([

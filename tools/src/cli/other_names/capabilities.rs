@@ -1,5 +1,5 @@
-//! Kinds of models and of training that are not there: the flags that ask for them, and those that
-//! are read with these alone.
+//! Unsupported kinds of models and training: the flags that ask for them, and flags that are read
+//! only together with those.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out, refuse, unless, with};

@@ -1,7 +1,7 @@
 //! Flags of DeepSpeed's runner and torchrun, for `megatron launch`.
 
-/// Names without dashes, and what is to be done. docs/reference/from-deepspeed.md and
-/// from-torchrun.md tell the same.
+/// Names without dashes, and the advice for each. docs/reference/from-deepspeed.md and
+/// from-torchrun.md list the same flags.
 pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     (&["num-gpus", "num-accelerators"], "use --nproc-per-node, or --include with a --hostfile"),
     (&["num-nodes"], "use --include to select hosts of the --hostfile, or --nnodes"),
@@ -33,7 +33,7 @@ pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     ),
 ];
 
-/// What to do instead of a flag of another launcher; by its name with dashes.
+/// The advice for a flag of another launcher, by its name with dashes.
 pub fn instead_of_launchers(name: &str) -> Option<&'static str> {
     OTHER_LAUNCHERS.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
 }

@@ -1,4 +1,4 @@
-//! The architecture, how it is computed, and its first weights.
+//! The architecture, its computation, and its initial weights.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, Given, Verdict, judged, leave_out, on, refuse, same_value, unless, with};
@@ -124,7 +124,7 @@ pub const TABLE: &[Entry] = &[
         "sequences of different lengths in one microbatch are not supported",
         "variable-seq-lengths",
     ),
-    // First weights.
+    // Initial weights.
     leave_out(
         Nothing,
         "initial weights are the same under every layout and on every device",
@@ -137,7 +137,7 @@ pub const TABLE: &[Entry] = &[
          embedding-init-method-std",
     ),
     refuse("frozen layers are not supported", "freeze-all-layers"),
-    // The same bits.
+    // Reproducibility.
     leave_out(
         Nothing,
         "steps are always bitwise reproducible",
@@ -156,7 +156,7 @@ fn is_rope(given: &Given<'_>) -> bool {
         || given.line.has("use-rotary-position-embeddings")
 }
 
-/// Read with rotary positions alone.
+/// Read only with rotary positions.
 fn of_rope(given: &Given<'_>) -> Verdict {
     if is_rope(given) { given.refused() } else { Verdict::PassedOver }
 }
@@ -169,8 +169,8 @@ fn whole_heads(given: &Given<'_>) -> Verdict {
     }
 }
 
-/// Megatron-LM takes it beside rotary positions alone, from the time when these were added to
-/// learned ones.
+/// Megatron-LM accepts it only with rotary positions, for historical reasons: these were once added
+/// to learned ones.
 fn no_position_embedding(given: &Given<'_>) -> Verdict {
     match given.line.value("position-embedding-type") {
         Some("rope" | "none" | "alibi") => Verdict::PassedOver,
@@ -179,7 +179,7 @@ fn no_position_embedding(given: &Given<'_>) -> Verdict {
     }
 }
 
-/// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, itself not counted.
+/// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, not counting the query itself.
 fn window(given: &Given<'_>) -> Verdict {
     let text = given.values.join(" ");
     let numbers: Vec<&str> =

@@ -1,4 +1,4 @@
-//! How the model and the batch are cut over ranks, and how ranks talk.
+//! How the model and the batch are split over ranks, and how ranks communicate.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out, refuse, unless, with};

@@ -1,4 +1,4 @@
-//! Flags and keys of DeepSpeed, of Hugging Face's Trainer and of others: the one that says the same
+//! Flags and keys of DeepSpeed, Hugging Face's Trainer and other programs, with the equivalent flag
 //! here.
 
 use super::{Entry, refuse};
@@ -36,7 +36,7 @@ pub const TABLE: &[Entry] = &[
         "deepspeed-activation-checkpointing activation-checkpointing \
         gradient-checkpointing",
     ),
-    // Sizes of a layout, in short.
+    // Short names of a layout's sizes.
     refuse(
         "use --tensor-model-parallel-size",
         "tp-size tp tensor-parallel-size tensor-parallel tensor-parallel-degree",
@@ -87,8 +87,8 @@ pub const TABLE: &[Entry] = &[
     ),
 ];
 
-/// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's,
-/// vLLM's and llama.cpp's. Names without dashes, and what says the same.
+/// Flags of other text generators, for `megatron generate`: Megatron-LM's, Hugging Face's, vLLM's
+/// and llama.cpp's. Names without dashes, and the equivalent here.
 const GENERATORS: [(&[&str], &str); 6] = [
     (
         &[
@@ -113,7 +113,7 @@ const GENERATORS: [(&[&str], &str); 6] = [
     (&["random-seed"], "use --seed"),
 ];
 
-/// What to do instead of a flag of another program that continues texts; by its name with dashes.
+/// The advice for a flag of another text generator, by its name with dashes.
 pub fn instead_of_generators(name: &str) -> Option<&'static str> {
     GENERATORS.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
 }

@@ -1,4 +1,4 @@
-//! Logs, profiles, and what watches over a run.
+//! Logs, profiles, and the monitoring of runs.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out};

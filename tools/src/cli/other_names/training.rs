@@ -137,7 +137,7 @@ pub const TABLE: &[Entry] = &[
     refuse("only steps that are not finite are skipped", "grad-norm-skip-threshold"),
     refuse("weight decay excludes only biases and normalization", "no-weight-decay-cond-type"),
     refuse("all parameters use one optimizer and one schedule", "dump-param-to-param-group-map"),
-    // Names that Megatron-LM itself gave up, and fields that have flags by other names.
+    // Names that Megatron-LM itself removed, and fields with flags of other names.
     refuse("use --micro-batch-size and --global-batch-size", "batch-size"),
     refuse("use --tensor-model-parallel-size", "model-parallel-size"),
     refuse(

@@ -1,4 +1,4 @@
-//! Values that flags of this program have in Megatron-LM and not here.
+//! Values that Megatron-LM supports and this program does not, for flags that both have.
 
 /// A flag, values, and why they are refused.
 const VALUES: [(&str, &str, &str); 5] = [
@@ -17,8 +17,8 @@ const VALUES: [(&str, &str, &str); 5] = [
     ("dataloader-type", "external", "external data loaders are not supported"),
 ];
 
-/// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with
-/// dashes.
+/// Why `value` of a flag of this program is refused, if it is a value of Megatron-LM; by the flag's
+/// name with dashes.
 pub fn refused_value(flag: &str, value: &str) -> Option<&'static str> {
     let known = VALUES
         .iter()

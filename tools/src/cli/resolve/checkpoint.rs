@@ -1,4 +1,4 @@
-//! `[checkpoint]`: what is saved, loaded, and kept.
+//! `[checkpoint]`: which checkpoints are saved, loaded, and kept.
 
 use megatron::config::{CheckpointConfig, Retention, SchedulerOf, Takes};
 
@@ -41,7 +41,7 @@ impl Resolver<'_> {
                 self.origins.cite("max_restarts", c.max_restarts)
             )));
         }
-        // Megatron-LM's command lines name --save beside --skip-train, which saves nothing.
+        // Megatron-LM's command lines give --save together with --skip-train, which saves nothing.
         let saves = !self.flags.training.skip_train;
         Ok(CheckpointConfig {
             save: c.save.clone().filter(|_| saves),

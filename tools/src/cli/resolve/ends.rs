@@ -7,7 +7,7 @@ use crate::cli::flags;
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    /// Runs save and stop on signals; nobody can ask that they do not.
+    /// Runs always save and stop on signals; turning this off is an error.
     pub(super) fn exit_signal(&self) -> Result<()> {
         if self.flags.training.ends.exit_signal_handler {
             return Ok(());
@@ -33,7 +33,7 @@ impl Resolver<'_> {
         Ok(Retention { interval: c.save_retain_interval, most_recent })
     }
 
-    /// The weight decay that grows over `samples` samples, if it does.
+    /// The increase of the weight decay over `samples` samples, if it grows.
     pub(super) fn weight_decay_increase(
         &self,
         samples: u64,

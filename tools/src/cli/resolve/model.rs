@@ -7,10 +7,9 @@ use crate::cli::Gathered;
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    /// The architecture of `init_from_hf`. Settings that were given may repeat it, and may choose
-    /// what is training's (the length of samples, dropout, padding) and what weights are made to
-    /// fit: the vocabulary's size, the base of rotary frequencies, and, where positions are
-    /// relative, the longest sequence.
+    /// The architecture of `init_from_hf`. Given settings may repeat it. They may choose settings
+    /// of training (sample length, dropout, padding), and those that the weights are adapted to:
+    /// the vocabulary size, the rotary base and, with relative positions, the longest sequence.
     pub(super) fn model_from_hf(
         &mut self,
         gathered: &Gathered,
@@ -140,7 +139,7 @@ impl Resolver<'_> {
         Ok(model)
     }
 
-    /// Changes a Hugging Face model as far as its weights serve for another one.
+    /// Applies the changes to a Hugging Face model for which its weights can be used.
     fn override_hf(&self, model: &mut ModelConfig, gathered: &Gathered) -> Result<()> {
         let m = &self.flags.model;
         if model.position_embedding == PositionEmbedding::Rope
@@ -189,7 +188,7 @@ impl Resolver<'_> {
             ),
             false => (hidden.saturating_mul(4), "4 · hidden_size"),
         };
-        // As in Megatron-LM, where the switch alone shares one among all.
+        // As in Megatron-LM, the switch alone means one group for all heads.
         let groups = if m.group_query_attention {
             ("1 with group_query_attention", 1)
         } else {

@@ -79,8 +79,8 @@ impl Resolver<'_> {
         })
     }
 
-    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as
-    /// NAME's.
+    /// A length given as `NAME_iters` or `NAME_samples`, in samples. Its origin is recorded under
+    /// NAME.
     pub(super) fn samples(
         &mut self,
         name: &str,

@@ -53,7 +53,7 @@ impl Resolver<'_> {
         Ok(training)
     }
 
-    /// The steps in a row that end a run as diverged.
+    /// The number of consecutive non-finite steps that ends a run as diverged.
     pub(super) fn max_nonfinite_steps(&self) -> Result<u64> {
         let t = &self.flags.training;
         if !t.check_for_nan_in_loss_and_grad {
@@ -69,7 +69,8 @@ impl Resolver<'_> {
         Ok(1)
     }
 
-    /// How the global batch grows. Lengths in steps say nothing then of how many samples they are.
+    /// How the global batch grows. With a growing batch, lengths in steps do not determine a number
+    /// of samples.
     pub(super) fn rampup(&self) -> Result<Option<BatchSizeRampup>> {
         let (given, o) = (&self.flags.training.rampup_batch_size, &self.flags.optimizer);
         if given.is_empty() {
@@ -88,7 +89,7 @@ impl Resolver<'_> {
         let in_steps = [
             ("train", self.flags.training.train_iters),
             ("lr_decay", o.lr_decay_iters),
-            // Megatron-LM's default is none.
+            // Megatron-LM's default, 0, means none.
             ("lr_warmup", o.lr_warmup_iters.filter(|steps| *steps > 0)),
             ("lr_wsd_decay", o.lr_wsd_decay_iters),
         ];
@@ -114,7 +115,7 @@ impl Resolver<'_> {
     pub(super) fn precision(&mut self) -> Result<Precision> {
         let p = &self.flags.training.precision;
         self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
-        // Megatron-LM's and DeepSpeed's for a scale that adapts itself.
+        // In Megatron-LM and DeepSpeed, 0 means a dynamic loss scale.
         let loss_scale = p.loss_scale.filter(|scale| *scale != 0.0);
         let of_dynamic = [
             ("initial_loss_scale", p.initial_loss_scale.is_some()),

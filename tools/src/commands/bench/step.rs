@@ -1,7 +1,7 @@
 //! `megatron bench step`: whole training steps on random tokens, over any layout.
 //!
-//! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same
-//! shapes in PyTorch.
+//! The last line before the table has the format of `tools/bench/torch_gpt.py`, which trains the
+//! same shapes in PyTorch.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -26,9 +26,9 @@ use crate::ranks::{self, Joined};
 use crate::report::profile::render;
 use crate::report::table::{Table, significant};
 
-/// Steps before the first timed one: as in the peer script.
+/// Steps before the first timed one, as in the PyTorch script.
 const WARM_UP: usize = 3;
-/// Steps that `--profile` records after the timed ones, which it thus does not disturb.
+/// Steps that `--profile` records after the timed ones, so that it does not disturb them.
 const PROFILED: usize = 4;
 
 /// Time training steps of a preset on random tokens
@@ -131,7 +131,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     Ok(Gathered { flags, origins, passed_over: Vec::new(), recorded: None })
 }
 
-/// This rank's part.
+/// Runs this rank's part.
 fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::tensor::allocator::keep_freed();
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
@@ -155,18 +155,18 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     Ok(0)
 }
 
-/// What the steps of a run took.
+/// Measurements of the steps of a run.
 struct Measured {
     steps: Timing,
-    /// Largest memory of a rank, in bytes: on a GPU its tensors', on the CPU its resident set.
+    /// Largest memory use of a rank, in bytes: of its tensors on a GPU, its resident set on a CPU.
     peak_memory: f64,
     loss: f64,
-    /// Of the steps after them, on rank 0.
+    /// Profile of the steps after the timed ones, on rank 0.
     profile: Option<Profile>,
 }
 
-/// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's
-/// settings record.
+/// Trains for the warm-up and timed steps (`timed` in total), then for the steps that the settings
+/// record in a profile.
 fn measure(
     run: &RunConfig,
     timed: u64,

@@ -1,5 +1,5 @@
-//! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints
-//! to checkpoints, and to Hugging Face folders.
+//! `megatron import` and `megatron export`: convert Hugging Face folders and Megatron-LM
+//! checkpoints to checkpoints, and checkpoints to Hugging Face folders.
 
 mod args;
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// Runs `import` and returns the exit code to end with.
 ///
 /// # Errors
-/// If the model is not known or damaged, or the checkpoint cannot be written.
+/// If the model is unknown or damaged, or the checkpoint cannot be written.
 pub fn import(args: &ImportArgs) -> Result<u8> {
     let bar =
         if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };

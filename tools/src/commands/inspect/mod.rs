@@ -1,5 +1,5 @@
-//! `megatron inspect`: what a checkpoint, a dataset or a Hugging Face model holds, and whether it
-//! is whole.
+//! `megatron inspect`: shows the contents of a checkpoint, a dataset or a Hugging Face model, and
+//! checks that it is complete.
 
 mod dataset;
 mod hugging_face;
@@ -49,10 +49,10 @@ enum Kind {
     HuggingFace,
 }
 
-/// Prints what is at the path, and returns the exit code.
+/// Prints the contents of the path, and returns the exit code.
 ///
 /// # Errors
-/// If there is nothing that is known, or it is damaged.
+/// If the path is of no known kind, or is damaged.
 pub fn run(args: &InspectArgs) -> Result<u8> {
     let kind = kind(&args.path)?;
     if args.iteration.is_some() && kind != Kind::Checkpoint {
@@ -94,7 +94,7 @@ fn kind(path: &Path) -> Result<Kind> {
             PathBuf::from(file)
         };
         let (bin, idx) = (with(".bin"), with(".idx"));
-        // Where one of the two is missing, the reader says so.
+        // If one of the two files is missing, the reader reports it.
         (bin.exists() || idx.exists()) && (*prefix == path || path == bin || path == idx)
     };
     if let Some(prefix) = prefixes.iter().find(is_pair) {
@@ -121,7 +121,7 @@ fn kind(path: &Path) -> Result<Kind> {
     )))
 }
 
-/// The prefixes of the indexed datasets in a folder, at most as many as a message has room for.
+/// The prefixes of the indexed datasets in a folder, as many as fit into a message.
 fn datasets_in(folder: &Path) -> Vec<String> {
     const MOST: usize = 10;
     let entries =
@@ -139,12 +139,12 @@ fn datasets_in(folder: &Path) -> Vec<String> {
     prefixes
 }
 
-/// Prints one fact: a name, and what is known.
+/// Prints one line: a name and its text.
 fn fact(name: &str, text: impl std::fmt::Display) {
     crate::print_line(&format!("{name:<12}{text}"));
 }
 
-/// A number of parameters or tokens, short.
+/// A number of parameters or tokens in short form.
 fn short(count: u64) -> String {
     match count {
         0..10_000 => count.to_string(),

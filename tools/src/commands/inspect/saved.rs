@@ -75,7 +75,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     Ok(())
 }
 
-/// The layouts that a run of it may have.
+/// Prints the layouts that a run of the model can use.
 fn fits(saved: &SavedGpt) {
     let sizes = saved.tensor_parallel_sizes();
     let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
@@ -89,7 +89,7 @@ fn fits(saved: &SavedGpt) {
     );
 }
 
-/// Tensors by a property.
+/// Prints the tensors grouped by a property.
 fn by<K: Ord>(
     tensors: &[TensorEntry],
     key: impl Fn(&TensorEntry) -> K,

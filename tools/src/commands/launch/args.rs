@@ -81,10 +81,10 @@ pub struct LaunchArgs {
 }
 
 impl LaunchArgs {
-    /// Refuses what contradicts itself.
+    /// Refuses contradictory flags.
     ///
     /// # Errors
-    /// If it does.
+    /// If flags contradict each other.
     pub fn check(&self) -> Result<()> {
         if self.node_rank >= self.nnodes {
             return Err(Error::usage(format!(

@@ -1,8 +1,8 @@
-//! `megatron preprocess` and `megatron tokenizer`: text into token files, and vocabularies from
-//! text.
+//! `megatron preprocess` and `megatron tokenizer`: convert text into token files, and train
+//! vocabularies on text.
 //!
-//! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same
-//! bytes.
+//! Source: Megatron-LM `tools/preprocess_data.py`. For the same tokens, the output is the same byte
+//! for byte.
 
 pub mod documents;
 pub mod input;
@@ -159,7 +159,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     std::thread::scope(|scope| {
         let pieces = Pieces::new(inputs, &args.json_keys, tokenizer.split_points());
         scope.spawn(move || send_batches(pieces, &sender));
-        // Dropped on an error, so that the reader stops.
+        // Dropped on an error, which stops the reader.
         for batch in batches {
             let batch = batch?;
             let bytes = batch.iter().map(Piece::len).sum();
@@ -231,7 +231,7 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     }
 }
 
-/// What the names of a key's files begin with.
+/// The prefix of the files of a key.
 fn dataset_prefix(prefix: &Path, key: &str) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(format!("_{key}_document"));
@@ -247,7 +247,7 @@ fn dataset_files(prefix: &Path) -> [PathBuf; 2] {
     })
 }
 
-/// Asserts that an output replaces nothing that was not to be replaced, and no input at all.
+/// Checks that an output replaces no input, and existing files only with `overwrite`.
 fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
     let Ok(there) = std::fs::canonicalize(output) else { return Ok(()) };
     if inputs
@@ -288,7 +288,7 @@ fn send_batches(pieces: Pieces, sender: &SyncSender<megatron::Result<Vec<Piece>>
                 batch.push(piece);
             }
             Err(error) => {
-                // Whoever stopped listening has an error of its own.
+                // If the receiver stopped, it reports its own error.
                 let _ = sender.send(Err(error));
                 return;
             }
@@ -328,7 +328,7 @@ struct Output {
     writer: IndexedWriter,
     documents: u64,
     tokens: u64,
-    /// The present document has tokens.
+    /// The current document has tokens.
     has_tokens: bool,
 }
 
@@ -387,7 +387,7 @@ impl Output {
     }
 }
 
-/// What was done so far, on a terminal.
+/// Shows progress on a terminal.
 struct Progress {
     bar: ProgressBar,
     start: Instant,

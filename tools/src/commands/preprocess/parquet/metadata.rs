@@ -1,21 +1,20 @@
-//! What a Parquet file says of itself: its columns, and where the data of those that are wanted
-//! lie.
+//! The metadata of a Parquet file: its columns, and the positions of the requested columns' data.
 //!
 //! Source: parquet-format, `src/main/thrift/parquet.thrift`.
 
 use super::Read;
 use super::thrift::{Kind, Thrift};
 
-/// A wanted column.
+/// A requested column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ColumnInfo {
-    /// Its place among the columns that have data.
+    /// Its index among the columns that have data.
     leaf: usize,
     /// Rows may have no value.
     pub optional: bool,
 }
 
-/// Where a column's values of a group of rows lie.
+/// Position of a column's values in a row group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkInfo {
     pub codec: i64,
@@ -23,22 +22,22 @@ pub struct ChunkInfo {
     pub end: u64,
 }
 
-/// Consecutive rows.
+/// A group of consecutive rows.
 #[derive(Debug)]
 pub struct RowGroup {
     pub rows: u64,
-    /// A chunk for each wanted column.
+    /// A chunk for each requested column.
     pub chunks: Vec<ChunkInfo>,
 }
 
-/// What is needed of a file's description.
+/// The parts of a file's metadata that are needed.
 #[derive(Debug)]
 pub struct Metadata {
     pub columns: Vec<ColumnInfo>,
     pub groups: Vec<RowGroup>,
 }
 
-/// A field of a row, or a structure of several.
+/// A field of a row, or a structure of several fields.
 #[derive(Default)]
 struct SchemaElement {
     name: String,
@@ -53,14 +52,13 @@ const REPEATED: i64 = 2;
 const BYTE_ARRAY: i64 = 6;
 const PHYSICAL: [&str; 8] =
     ["booleans", "i32", "i64", "i96", "f32", "f64", "byte strings", "byte strings of fixed length"];
-/// Byte strings that are no text, by their converted type.
+/// Byte strings that are not text, by their converted type.
 const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "intervals")];
-/// Columns that are named where the wanted one is missing.
+/// Number of columns to list if the requested one is missing.
 const NAMED: usize = 8;
 
 impl Metadata {
-    /// Reads the description of a file whose data lie before `data_end`, for the columns called
-    /// `keys`.
+    /// Reads the metadata of a file with data before `data_end`, for the columns called `keys`.
     pub fn read(bytes: &[u8], keys: &[String], data_end: u64) -> Read<Self> {
         let (mut schema, mut columns) = (Vec::new(), None);
         let (mut rows, mut groups) = (None, None);
@@ -88,7 +86,7 @@ impl Metadata {
         Thrift::new(bytes).structure(described)?;
         let columns = columns.ok_or("it has no schema")?;
         let (rows, groups) = rows.zip(groups).ok_or("it has no row groups")?;
-        // A changed number of a group's rows would drop documents without a word.
+        // A wrong number of rows in a group would silently drop documents.
         let held: i128 = groups.iter().map(|group| i128::from(group.rows)).sum();
         if held != i128::from(rows) {
             return Err(format!(
@@ -134,7 +132,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     let mut at = 1;
     while let Some(top) = schema.get(at) {
         let first_leaf = leaf;
-        // Elements of the tree below this one that are still to come.
+        // Elements of the tree that are still to come.
         let mut open = 1i64;
         while open > 0 {
             let part = schema.get(at).ok_or("its columns do not form a tree")?;
@@ -175,7 +173,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     ))
 }
 
-/// A group of rows, if it has any: writers give those without data no place in the file.
+/// A row group, unless it is empty: writers give empty groups no position in the file.
 fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read<Option<RowGroup>> {
     let mut group = RowGroup { rows: 0, chunks: Vec::new() };
     thrift.structure(&mut |id, kind, thrift| {
@@ -229,7 +227,7 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
     if values == 0 {
         return Ok(ChunkInfo { codec, start: 0, end: 0 });
     }
-    // Of a dictionary, which comes first, old writers say nothing or 0.
+    // The dictionary comes first; old writers leave its offset out or write 0.
     let start = if dictionary > 0 { data.min(dictionary) } else { data };
     let place = || {
         let start = u64::try_from(start).ok()?;
