@@ -1,7 +1,7 @@
 //! The equations that a run's settings must satisfy.
 //!
-//! Each error prints the equation with every number and where each came from, and what to change.
-//! All that is wrong is reported at once.
+//! Each error shows the equation with every number and its origin, and what to change. All errors
+//! are reported at once.
 
 mod ends;
 mod training;
@@ -42,10 +42,11 @@ impl RunConfig {
         check.finish()
     }
 
-    /// Checks what CUDA graphs, if they are asked for, go with: a part of [`RunConfig::validate`].
+    /// Checks the settings that CUDA graphs can be combined with: a part of
+    /// [`RunConfig::validate`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`RunConfig::validate`].
     pub fn validate_cuda_graph(&self) -> Result<()> {
         let mut check = Check { origins: &Origins::default(), problems: Vec::new() };
         check.cuda_graph(self);
@@ -60,7 +61,7 @@ impl RunConfig {
 }
 
 impl ParallelConfig {
-    /// Checks the model and the layout that cuts it, citing the origin of each number.
+    /// Checks the model and its layout, citing the origin of each number.
     ///
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong with either.
@@ -72,10 +73,10 @@ impl ParallelConfig {
     }
 }
 
-/// Of all sizes; no model comes near.
+/// Limit of all sizes; no model comes near.
 const LARGEST: usize = i32::MAX as usize;
 
-/// Of a step: schedules are lists of all that is done.
+/// Limit per step, because a schedule lists every action.
 const MOST_MICROBATCHES: usize = 1 << 20;
 
 struct Check<'a> {
@@ -111,8 +112,8 @@ impl Check<'_> {
         self.require(value > 0, |c| format!("{} must be at least 1", c.cite(key, value)));
     }
 
-    /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few
-    /// to be numbers.
+    /// A size of a model, a batch or a layout: at least 1, and small enough that products of a few
+    /// sizes do not overflow.
     fn size(&mut self, key: &str, value: usize) {
         self.positive(key, value);
         self.require(value <= LARGEST, |c| {
@@ -126,7 +127,7 @@ impl Check<'_> {
         });
     }
 
-    /// `value` lies in [0, 1); used for probabilities and momenta.
+    /// `value` is in [0, 1); used for probabilities and momenta.
     fn fraction(&mut self, key: &str, value: f64) {
         self.require((0.0..1.0).contains(&value), |c| {
             format!("{} must lie in [0, 1)", c.cite(key, value))
@@ -145,7 +146,7 @@ impl Check<'_> {
         });
     }
 
-    /// Losses are multiplied by it in f32.
+    /// Losses are multiplied by the loss scale in f32.
     fn a_loss_scale(&mut self, key: &str, value: f64) {
         self.require(value > 0.0 && value <= f64::from(f32::MAX), |c| {
             format!(
@@ -285,7 +286,7 @@ impl Check<'_> {
                 "context-parallel ranks share the key/value heads of a tensor-parallel rank, and a head cannot be split",
             );
         }
-        // By sequence parallelism, too, each context-parallel rank's part is cut.
+        // Sequence parallelism also splits each context-parallel rank's part.
         let cuts = [(p.sequence_parallel, by_tp[0]), (cp > 1, by_cp)];
         let cuts: Vec<_> = cuts.into_iter().filter(|(cut, _)| *cut).map(|(_, by)| by).collect();
         self.divides(
@@ -378,8 +379,8 @@ impl Check<'_> {
         }
     }
 
-    /// A graph repeats what it has recorded: nothing that differs from step to step may be part of
-    /// it, but what its inputs hold.
+    /// A graph replays what it recorded: only the contents of its inputs may differ from step to
+    /// step.
     fn cuda_graph(&mut self, run: &RunConfig) {
         let (t, p) = (&run.training, &run.parallel);
         if !t.enable_cuda_graph {

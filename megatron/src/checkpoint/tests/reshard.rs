@@ -1,4 +1,4 @@
-//! Resharding: the same state in another layout's files, or nothing at all.
+//! Tests of resharding: the same state in another layout's files, or nothing at all.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use super::*;
 use crate::checkpoint::{Float, Manifest, StreamWriter, locate, lock_folder, reshard, verify};
 use crate::params::ParamShare;
 
-/// What each rank of a layout writes.
+/// The shares that each rank of a layout writes.
 fn plan(model: &[ParamSpec], layout: &Layout) -> Vec<Vec<ParamShare>> {
     let of_rank = |rank| {
         let shards =
@@ -207,7 +207,7 @@ fn sidecar_files_are_copied_and_never_replace_other_files() {
     assert!(message.contains("move this file away"), "{message}");
     assert_eq!(names(&case.to()), ["tokenizer.json"]);
     assert_eq!(fs::read_to_string(&there).unwrap(), "another");
-    // The same file, be it a link, may be there, and nothing happens to it.
+    // The same file, or a link to it, may already exist and is not changed.
     for link in [true, false] {
         fs::remove_dir_all(case.to()).unwrap();
         fs::create_dir(case.to()).unwrap();
@@ -228,7 +228,7 @@ fn sidecar_files_are_copied_and_never_replace_other_files() {
 #[test]
 fn a_folder_into_which_a_run_saves_is_left_alone() {
     let case = Case::new();
-    // What the run is about to write.
+    // A temporary folder that the run is about to use.
     fs::create_dir_all(case.to().join(".iter_0000003.tmp")).unwrap();
     let dir = case.to();
     let run = || lock_folder(&dir, &threads::world(1)[0]);
@@ -242,7 +242,7 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
         assert_eq!(names(&dir), [".iter_0000003.tmp"]);
     }
     drop(held);
-    // And the other way round.
+    // And the reverse.
     let writer = streamed().unwrap();
     assert!(message(run().unwrap_err()).contains("another run is saving"));
     drop(writer);

@@ -1,4 +1,4 @@
-//! How a run ends, and which checkpoints it leaves.
+//! Checks of how a run ends, and of which checkpoints it keeps.
 
 use super::Check;
 use crate::config::{CheckpointConfig, RunConfig};

@@ -1,4 +1,4 @@
-//! Every equation, broken once.
+//! Breaks every equation once.
 
 use std::path::PathBuf;
 
@@ -313,8 +313,8 @@ fn every_broken_equation_is_named_with_its_numbers() {
     }
 }
 
-/// Every batch of a growth has to do for the layout; the valid run's needs multiples of 8 (2·2·2:
-/// mbs·dp, and pp microbatches of it).
+/// Every batch size of a ramp-up must fit the layout; the valid run needs multiples of 8 (2·2·2:
+/// mbs·dp, and pp microbatches).
 #[test]
 fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     let growing = |start, increment, samples| {
@@ -362,7 +362,7 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
         ),
         "{message}"
     );
-    // Without an interleaved schedule any number of microbatches will do.
+    // Without an interleaved schedule, any number of microbatches is valid.
     let mut plain = growing(4, 4, 100);
     (plain.parallel.schedule, plain.parallel.virtual_pipeline_size) = (ScheduleKind::OneFOneB, 1);
     plain.validate().unwrap();

@@ -60,8 +60,8 @@ impl Check<'_> {
         }
     }
 
-    /// Every batch on the way to the run's own must do for the layout, which holds if the first and
-    /// the increment do.
+    /// Every batch size up to the full one must fit the layout; this holds if the first size and
+    /// the increment fit.
     fn rampup(&mut self, rampup: &BatchSizeRampup, t: &TrainingConfig, p: &ParallelConfig) {
         let BatchSizeRampup { start, increment, samples } = *rampup;
         let cited = self.cite("rampup_batch_size", format_args!("{start} {increment} {samples}"));
