@@ -1,23 +1,19 @@
 #!/usr/bin/env bash
-# Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a
-# table of ratios in Markdown.
+# Runs training steps of the same shapes in PyTorch and in this program, one after the other, and
+# prints a Markdown table of ratios.
 #
 #   tools/bench/compare.sh                       all presets on all cores, and on two ranks beside two data-parallel ones there
 #   PRESETS=small STEPS=20 tools/bench/compare.sh
 #
-# Settings (environment):
-#   PRESETS   presets to run                                         [small llama-small gpt2-124m]
-#   DTYPES    precisions to run: fp32, bf16 (there by autocast)      [fp32]
-#   STEPS     timed steps of a run                                   [12]
-#   ROUNDS    runs of each, alternating; the median counts           [3]
-#   THREADS   threads of a run of one rank                           [cores]
-#   RANKS     ranks of the second comparison, 0: none                [2]
-#   LAYOUTS   how they work together here: dp, tp (with sp), pp, cp; the peer is data parallel on the same global batch  [dp tp pp]
-#   FLAGS     more flags of steps here, e.g. --offload-optimizer-nvme-path target/offload
-#   COMPILE   1: also run torch.compile there (needs a C++ compiler); the faster one is the peer
-#   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
-#   TORCH     what is installed there                                [torch numpy]
-# Run it on a machine that does nothing else: whatever else runs is in the figures.
+# Settings (environment): PRESETS presets to run [small llama-small gpt2-124m] DTYPES precisions to
+# run: fp32, bf16 (there by autocast) [fp32] STEPS timed steps of a run [12] ROUNDS runs of each,
+# alternating; the median counts [3] THREADS threads of a run of one rank [cores] RANKS ranks of the
+# second comparison, 0: none [2] LAYOUTS how they work together here: dp, tp (with sp), pp, cp; the
+# peer is data parallel on the same global batch [dp tp pp] FLAGS more flags of steps here, e.g.
+# --offload-optimizer-nvme-path target/offload COMPILE 1: also run torch.compile there (needs a C++
+# compiler); the faster one is the peer PYTHON a Python that has torch; without it a virtual
+# environment is made in target/bench-venv TORCH what is installed there [torch numpy] Run it on an
+# idle machine: other programs distort the results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -5,13 +5,11 @@
 #   tools/bench/reshard.sh                                   tp 1 · dp 1 to tp 4 · pp 3 · dp 2 with ZeRO-1
 #   ROUNDS=5 TO="--tensor-model-parallel-size 2" tools/bench/reshard.sh
 #
-# Settings (environment):
-#   TO        the layout to reshard to, as flags of `megatron reshard`
-#   LAYERS    layers of the model, 1.4 GB each with Adam's state     [3]
-#   ROUNDS    runs of each; the median counts                        [3]
-#   DIR       where files are made and removed again; needs 3 times the checkpoint's size  [target/bench-reshard]
-# Run it on a machine that does nothing else: whatever else runs is in the figures. Files that were
-# just read are in the page cache for both.
+# Settings (environment): TO the layout to reshard to, as flags of `megatron reshard` LAYERS layers
+# of the model, 1.4 GB each with Adam's state [3] ROUNDS runs of each; the median counts [3] DIR
+# where files are made and removed again; needs 3 times the checkpoint's size [target/bench-reshard]
+# Run it on an idle machine: other programs distort the results. Recently read files are in the page
+# cache for both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make a CUDA 13 toolkit in DIR from the packages that NVIDIA publishes on PyPI, enough to build
-# `--features cuda` on a machine that has no GPU, no driver and no CUDA installation (and enough to
-# run on one that has a GPU and a driver).
+# Creates a CUDA 13 toolkit in DIR from NVIDIA's packages on PyPI. It is enough to build `--features
+# cuda` on a machine without a GPU, driver or CUDA installation, and to run on a machine with a GPU
+# and a driver.
 #
 #   tools/cuda/toolkit.sh DIR      # about 2 GB; does nothing if DIR is complete
 #   source DIR/env.sh              # CUDA_HOME, PATH and where compilers and linkers look
 #   cargo build --release --features cuda
 #
-# Needs python3 with venv, gcc and g++. Where NVIDIA's own toolkit is installed this is not needed:
+# Needs python3 with venv, gcc and g++. If NVIDIA's own toolkit is installed, this is not needed:
 # set CUDA_HOME.
 set -euo pipefail
 

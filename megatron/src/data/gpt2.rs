@@ -1,5 +1,4 @@
-//! GPT-2's byte-level BPE out of its two files, as Megatron-LM's `--vocab-file` and `--merge-file`
-//! name them.
+//! GPT-2's byte-level BPE from its two files, Megatron-LM's `--vocab-file` and `--merge-file`.
 
 use std::path::Path;
 
@@ -9,11 +8,11 @@ use super::tokenizer::END_OF_TEXT;
 use super::tokenizer_config::object;
 use crate::{Error, Result};
 
-/// The `tokenizer.json` that says what `vocab.json` and `merges.txt` say. Its `<|endoftext|>`, if
-/// there is one, ends documents.
+/// The `tokenizer.json` equivalent to `vocab.json` and `merges.txt`. Its `<|endoftext|>`, if there
+/// is one, ends documents.
 ///
 /// # Errors
-/// If a file cannot be read or is another one.
+/// If a file cannot be read or has another format.
 pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
     if !vocab.exists() {
         return Err(Error::data(vocab, "does not exist; give GPT-2's vocab.json (--vocab-file)"));

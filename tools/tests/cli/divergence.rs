@@ -1,12 +1,11 @@
-//! Training that diverges: it ends with one message, and leaves the last good checkpoint the
-//! latest.
+//! Diverging training ends with one message, and the last good checkpoint stays the latest.
 
 use std::fs;
 
 use crate::site::{SOON, Site, ended, refused};
 use crate::support::{stderr, stdout};
 
-/// After one step at this rate the weights are finite, and nothing that is computed of them.
+/// After one step at this rate the weights are finite, but everything computed from them is not.
 const DIVERGING: [&str; 2] = ["--lr=1e30", "--save=saved"];
 
 fn latest(site: &Site) -> String {
@@ -40,7 +39,7 @@ fn it_ends_after_ten_steps_in_a_row_on_any_layout_and_is_not_started_again() {
         refused(&output, &parts);
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
         assert!(!stderr(&output).contains("restarting all ranks"), "{}", stderr(&output));
-        // The weights of all steps are finite, but nothing good comes of those after the first.
+        // The weights of all steps are finite, but those after the first are useless.
         assert_eq!((site.last_step(), latest(&site).as_str()), (11, "1"));
         let log = stdout(&output);
         let line = "step 2: no checkpoint is saved while steps are not finite; the latest is still that of step 1";
@@ -64,7 +63,7 @@ fn good_checkpoints_stay_while_a_run_diverges() {
         site.succeed(&["--save=saved", "--save-interval=1", "--train-iters=3"]);
         let flags =
             ["--lr=1e30", "--save=saved", "--load=saved", "--save-interval=1", "--clip-grad=0"];
-        // Ends amid the steps that are not finite, and is saved.
+        // Ends within the steps that are not finite, and is saved.
         site.succeed(&[&flags[..], retention, &["--exit-interval=8"]].concat());
         let output = site
             .pretrain(&[&flags[..], retention, &["--max-nonfinite-steps=6"]].concat())
@@ -74,8 +73,8 @@ fn good_checkpoints_stay_while_a_run_diverges() {
         assert!(site.path("saved/iter_0000004/manifest.json").exists(), "{retention:?}");
         assert_eq!(latest(&site), "8", "{retention:?}");
     }
-    // What is loaded from another folder is named, too, and no checkpoint of weights that are begun
-    // with.
+    // A checkpoint loaded from another folder is suggested too, but not one that only gave initial
+    // weights.
     let site = Site::new();
     site.succeed(&["--save=base", "--train-iters=3"]);
     let flags = [&DIVERGING[..], &["--load=base"]].concat();
@@ -153,7 +152,7 @@ fn overflows_count_once_the_loss_scale_cannot_fall() {
             ["from step 1 on", "--loss-scale"],
         ),
         (
-            // The first overflow uses up hysteresis, which is all that it can do.
+            // The first overflow only uses up the hysteresis.
             &["--initial-loss-scale=1099511627776", "--min-loss-scale=1099511627776", first],
             ["step 1 is not finite", "a lower --lr"],
         ),
@@ -164,7 +163,7 @@ fn overflows_count_once_the_loss_scale_cannot_fall() {
 
 #[test]
 fn parameters_that_are_not_finite_are_never_saved() {
-    // At this rate a step leaves none that is finite.
+    // At this rate, one step leaves no finite weight.
     let infinite = ["--lr=1e39", "--load=saved", "--save=saved"];
     for (precision, more) in [
         ("--bf16=false", &["--train-iters=3"][..]),

@@ -1,4 +1,4 @@
-//! `megatron inspect`: what it says of what is whole, and of what is not.
+//! `megatron inspect`: its output for intact and damaged files.
 
 use std::collections::HashMap;
 use std::fs;
@@ -191,7 +191,7 @@ fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
         );
         assert!(!text.contains("whole"), "{text}");
     }
-    // A matrix that should repeat another, which is seen only in the data.
+    // A matrix that should equal another; only the data show the difference.
     put("gpt2", &|all| {
         let other = all["transformer.wte.weight"].zeros_like().unwrap();
         all.insert("lm_head.weight".into(), other);

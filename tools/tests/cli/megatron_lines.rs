@@ -1,7 +1,7 @@
-//! Megatron-LM's own command lines, of its functional tests: they start, or are refused for what is
-//! not there.
+//! Megatron-LM's own command lines, from its functional tests: they start, or are refused because
+//! of an unsupported feature.
 //!
-//! The lines in fixtures/megatron/command_lines.json are as in Megatron-LM d98e8a64. Later flags
+//! The lines in fixtures/megatron/command_lines.json are those of Megatron-LM d98e8a64. Later flags
 //! override their paths and sizes.
 
 use std::process::Output;
@@ -17,7 +17,7 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
     --micro-batch-size 1 --global-batch-size 4 --split 90,5,5 --eval-iters 1 --tokenizer byte --cache-dir cache \
     --tensorboard-dir curves --save saved --load saved";
 
-/// Lines that start, each with more sizes.
+/// Lines that start, each with further sizes.
 const START: [(&str, &str); 10] = [
     (
         "gpt/gpt3_mcore_reruns_disable",
@@ -37,7 +37,7 @@ const START: [(&str, &str); 10] = [
     ),
 ];
 
-/// Lines that are refused, each with what is not there.
+/// Lines that are refused, each with the unsupported feature.
 const REFUSED: [(&str, &[&str]); 10] = [
     (
         "gpt/gpt3_15b_8t_release_sm_gb200",
@@ -102,7 +102,7 @@ fn pretrain(site: &Site, name: &str, sizes: &str) -> Output {
     command.output().unwrap()
 }
 
-/// What is wrong with flags is told before data are looked for.
+/// Errors in flags are reported before data are opened.
 #[test]
 fn lines_that_ask_for_nothing_that_is_not_there_get_as_far_as_their_data() {
     for (name, sizes) in START {

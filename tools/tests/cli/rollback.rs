@@ -14,7 +14,7 @@ fn latest(site: &Site) -> String {
         .to_string()
 }
 
-/// A site whose folder `saved` holds the checkpoints of steps 2, 4, 6 and 8 of a run of 8.
+/// A site with the checkpoints of steps 2, 4, 6 and 8 of a run of 8 in `saved`.
 fn saved() -> Site {
     let site = Site::new();
     site.edit("train_iters = 20", "train_iters = 8");
@@ -43,7 +43,7 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
         let whole = fs::read_to_string(site.path("metrics.jsonl.1")).unwrap();
         assert!(whole.contains("\"iteration\":8"), "{whole}");
 
-        // The steps of the earlier run are not taken for the latest, and make way.
+        // The later steps of the earlier run do not count as the latest, and are replaced.
         let log = stdout(&site.succeed(&[&FOLDERS[..], &["--save-interval=3"]].concat()));
         assert!(log.contains("resumed from saved/iter_0000005"), "{log}");
         assert!(

@@ -1,4 +1,4 @@
-//! From a configuration to samples.
+//! Tests from a configuration to samples.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -80,7 +80,7 @@ fn a_damaged_cache_is_made_anew() {
         let name = names(&cache).into_iter().find(|name| name.ends_with(suffix)).unwrap();
         let path = cache.join(name);
         let whole = fs::read(&path).unwrap();
-        // Cut short, and with another bit: of the first token, in `.bin`.
+        // Truncated, and with a flipped bit in the first token in `.bin`.
         let flipped = [&[whole[0] ^ 1], &whole[1..]].concat();
         for damaged in [&whole[..5], &flipped] {
             fs::write(&path, damaged).unwrap();
@@ -182,7 +182,7 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
     case(&[&prefix], None, 0, Some(10), &["seq_length is 0"]);
 }
 
-/// A dataset's documents are dealt whole, of text files paragraphs.
+/// Documents of a dataset, and paragraphs of text files, are not cut.
 #[test]
 fn a_part_that_gets_too_little_is_told_with_why() {
     let folder = tempfile::tempdir().unwrap();
@@ -217,7 +217,7 @@ fn a_part_that_gets_too_little_is_told_with_why() {
                 "{order:?} {split}: {found}"
             );
         }
-        // What the user named, rather than what was made of it.
+        // The message names the user's path, not the cached dataset.
         let message = of(&whole, "0,1").err().unwrap().to_string();
         assert!(message.contains("whole.txt: the train split has 0 tokens"), "{message}");
         assert!(message.contains("there is 1: all of it goes to valid"), "{message}");
@@ -236,7 +236,7 @@ fn a_run_prepared_finds_its_caches() {
     assert_eq!(names(&cache), cached);
 }
 
-/// So that a run that goes on with other ids than before says so.
+/// So that a resumed run with other ids than before reports it.
 #[test]
 fn the_same_text_with_other_ids_has_another_fingerprint() {
     let folder = tempfile::tempdir().unwrap();
@@ -268,8 +268,8 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
         for index in 0..20 {
             let tokens = sample(&**a, index);
             assert_eq!(tokens, sample(&**b, index));
-            // They count up, around the end of the vocabulary, and begin anew where a document has
-            // ended.
+            // Tokens count up, wrap around at the end of the vocabulary, and restart after the end
+            // of a document.
             let steps = tokens.windows(2).all(|two| {
                 two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49
             });

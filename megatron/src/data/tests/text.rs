@@ -1,4 +1,4 @@
-//! Text: what is read, and how it is cut.
+//! Tests of text: which files are read, and how they are cut.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ fn message(path: impl Into<PathBuf>) -> String {
     scan(path).unwrap_err().to_string()
 }
 
-/// Where tokens are bytes, paragraphs are cut where they end.
+/// If tokens are bytes, paragraphs are cut at their ends.
 fn bytes() -> Arc<SplitPoints> {
     Arc::new(SplitPoints::anywhere())
 }
@@ -122,7 +122,7 @@ fn a_character_across_the_ends_of_reads_is_whole() {
 fn a_file_named_by_itself_may_have_any_extension() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(scan(write(folder.path(), "x.json", "{}")).unwrap().files().len(), 1);
-    // But for one that is sure to hold something else.
+    // Except a file that certainly holds something else.
     let message = scan(write(folder.path(), "x.jsonl", "{\"text\": \"words\"}\n"))
         .map(drop)
         .unwrap_err()
