@@ -6,11 +6,15 @@
 #   PYTHON=venv/bin/python tools/bench/collectives.sh
 #   PYTHON=venv/bin/python RANKS=4 DTYPE=bf16 SIZES=4096,1048576 tools/bench/collectives.sh
 #
-# Settings (environment): RANKS ranks [2] DTYPE f32 or bf16 (MPI: f32 alone) [f32] SIZES bytes of
-# the larger buffer of an operation [4096,1048576,4194304,16777216,67108864] BACKEND backend here
-# [local] ROUNDS runs of each, in turn; the best counts [3] MS milliseconds for each operation, size
-# and run [300] PYTHON a Python that has torch; without it there is no gloo column Run it on an idle
-# machine: other programs distort the results.
+# Settings (environment):
+#   RANKS    ranks                                            [2]
+#   DTYPE    f32 or bf16 (MPI: f32 alone)                     [f32]
+#   SIZES    bytes of the larger buffer of an operation       [4096,1048576,4194304,16777216,67108864]
+#   BACKEND  backend of this program                          [local]
+#   ROUNDS   runs of each, in turn; the best counts           [3]
+#   MS       milliseconds for each operation, size and run    [300]
+#   PYTHON   a Python with torch; without it there is no gloo column
+# Run it on an idle machine: other programs distort the results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -4,11 +4,14 @@
 #
 #   PYTHON=.venv/bin/python tools/bench/preprocess.sh      a Python with `tokenizers`
 #
-# Settings (environment): PYTHON [python3] MB of JSON lines: this repository's documents and
-# sources, again and again [40] VOCAB tokens of the vocabulary, trained on that text [8192] ROUNDS
-# runs of each; the fastest counts, and the median is given [5] CORE the core to run on, with
-# taskset [0] This program reads and parses the file, tokenizes, and writes the dataset; the library
-# is timed without reading or writing. Both see the same words repeatedly, and cache them.
+# Settings (environment):
+#   PYTHON    [python3]
+#   MB        of JSON lines: this repository's documents and sources, repeated           [40]
+#   VOCAB     tokens of the vocabulary, trained on that text                             [8192]
+#   ROUNDS    runs of each; the fastest counts, and the median is given                  [5]
+#   CORE      the core to run on, with taskset                                           [0]
+# This program reads and parses the file, tokenizes, and writes the dataset; the library is timed
+# without reading or writing. Both see the same words repeatedly, and cache them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} mb=${MB:-40} vocab=${VOCAB:-8192} rounds=${ROUNDS:-5} core=${CORE:-0}
