@@ -214,7 +214,7 @@ mod tests {
         let path = folder.path().join("file");
         File::create(&path).unwrap().set_len(1 << 40).unwrap();
         let error = read(&path, 1 << 20).unwrap_err().to_string();
-        assert!(error.contains("1099511627776 bytes, and 1048576 at most"), "{error}");
+        assert!(error.contains("1099511627776 bytes, but at most 1048576"), "{error}");
         // Longer than it says.
         assert!(
             read(Path::new("/proc/self/status"), 10)

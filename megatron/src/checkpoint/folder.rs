@@ -189,7 +189,7 @@ fn listed(iterations: &[u64]) -> String {
 fn those_in(dir: &Path) -> Result<String> {
     Ok(match iterations(dir)?.as_slice() {
         [] => format!("{} holds no checkpoint", dir.display()),
-        all => format!("it has checkpoints of the iterations {}", listed(all)),
+        all => format!("existing iterations are {}", listed(all)),
     })
 }
 

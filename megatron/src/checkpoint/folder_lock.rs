@@ -240,7 +240,7 @@ mod tests {
         for refused in lock_folders(&[here.path(), here.path(), there.path()]) {
             let message = refused.unwrap_err().to_string();
             assert!(
-                message.contains("is not one folder for all ranks: rank 2 does not see"),
+                message.contains("is not the same folder for all ranks: rank 2 does not see"),
                 "{message}"
             );
         }

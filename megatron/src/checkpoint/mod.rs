@@ -59,7 +59,7 @@
 
 #[cfg(target_endian = "big")]
 compile_error!(
-    "checkpoints are written as they lie in memory, which must be little-endian as safetensors is"
+    "checkpoints are written as stored in memory, which must be little-endian, as in safetensors"
 );
 
 mod background;

@@ -130,7 +130,7 @@ impl Check<'_> {
     /// `value` is in [0, 1); used for probabilities and momenta.
     fn fraction(&mut self, key: &str, value: f64) {
         self.require((0.0..1.0).contains(&value), |c| {
-            format!("{} must lie in [0, 1)", c.cite(key, value))
+            format!("{} must be in [0, 1)", c.cite(key, value))
         });
     }
 

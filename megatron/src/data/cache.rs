@@ -344,7 +344,7 @@ mod tests {
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
         let message = opened().unwrap_err().to_string();
         assert!(message.contains("can be written into by every user: `chmod go-w "), "{message}");
-        assert!(message.contains("or name another (cache_dir)"), "{message}");
+        assert!(message.contains("or give another folder (cache_dir)"), "{message}");
         // Also through a link, and if only the lock file could be prepared by others.
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
         fs::remove_file(folder.join(".lock")).unwrap();

@@ -125,11 +125,11 @@ mod tests {
     #[test]
     fn weights_that_cannot_be_meant_are_refused_by_name() {
         for (entries, part) in [
-            (&["0.7", "A", "0.3"][..], "\"0.3\", which has no path"),
-            (&["0.7", "A", "B", "C"], "\"B\" where the weight of C"),
-            (&["0.7", "A", "0", "B"], "\"0\" where the weight of B"),
-            (&["-1", "A"], "\"-1\" where"),
-            (&["inf", "A"], "\"inf\" where"),
+            (&["0.7", "A", "0.3"][..], "\"0.3\", has no path"),
+            (&["0.7", "A", "B", "C"], "\"B\" as the weight of C"),
+            (&["0.7", "A", "0", "B"], "\"0\" as the weight of B"),
+            (&["-1", "A"], "\"-1\" as"),
+            (&["inf", "A"], "\"inf\" as"),
         ] {
             let message = taken(entries).unwrap_err().to_string();
             assert!(message.contains(part) && message.contains("0.7 A 0.3 B"), "{message}");

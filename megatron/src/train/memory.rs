@@ -208,7 +208,7 @@ mod tests {
         }
         for part in [
             "2 ranks on this machine (tp 2 · cp 1 · pp 2 · dp 2) need at least 4.50 GiB of memory, \
-             and there are 2.00 GiB (the limit of the cgroup)",
+             but there are 2.00 GiB (the limit of the cgroup)",
             "--use-distributed-optimizer",
             "--bf16",
             "--offload-optimizer-nvme-path",

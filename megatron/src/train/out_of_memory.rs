@@ -152,7 +152,7 @@ mod tests {
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-            "--optimizer-cpu-offload (moments in the host's memory",
+            "--optimizer-cpu-offload (moments in host memory",
             "--tensor-model-parallel-size (now 4)",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");

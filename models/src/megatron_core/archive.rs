@@ -258,8 +258,8 @@ mod tests {
             (ask("FloatStorage", [3, 1], 24, &[3]), "shape [2, 3]"),
             (ask("HalfStorage", [3, 1], 12, &[2, 3]), "holds a tensor of"),
             (ask("LongStorage", [3, 1], 48, &[2, 3]), "does not hold a tensor"),
-            (ask("FloatStorage", [4, 1], 24, &[2, 3]), "not those of its tensor"),
-            (ask("FloatStorage", [3, 1], 20, &[2, 3]), "not those of its tensor"),
+            (ask("FloatStorage", [4, 1], 24, &[2, 3]), "do not match its tensor"),
+            (ask("FloatStorage", [3, 1], 20, &[2, 3]), "do not match its tensor"),
             (ask("FloatStorage", [3, 1], 28, &[2, 3]), "24 at most"),
         ] {
             let message = what.err().unwrap_or_default();

@@ -229,7 +229,7 @@ fn what_is_no_pickle_is_refused_with_the_place() {
         (b"\x80\x02h\x05.", "not memoized"),
         (b"\x80\x02X\xff\xff\xff\xffa.", "ends early"),
         (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\xffa.", "ends early"),
-        (b"\x80\x02\xf0.", "0xf0 is not known"),
+        (b"\x80\x02\xf0.", "0xf0 is unknown"),
     ] {
         let message = Pickle::parse(bytes).err().unwrap_or_default();
         assert!(

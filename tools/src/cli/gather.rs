@@ -316,7 +316,7 @@ mod tests {
             "--hiden-size: no such flag; did you mean --hidden-size?",
             "--banana: no such flag; --help lists",
             "--moe-router-topk 2: mixture of experts is not supported",
-            "--optimizer muon: optimizers other than",
+            "--optimizer muon: only AdamW",
             "run.toml:2: unknown key `num_layer` under [model]; did you mean `num_layers`?",
             "run.toml:3: `num_experts`: mixture of experts is not supported",
             "run.toml:5: `train_batch_size`: use --global-batch-size",

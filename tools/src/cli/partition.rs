@@ -256,16 +256,16 @@ mod tests {
     fn layouts_that_cannot_be_are_refused_with_the_reason() {
         let deep = format!("{}E", "(".repeat(1000));
         let cases = [
-            ("Et*2|(tt|)*5t|tmL", "several tokens"),
+            ("Et*2|(tt|)*5t|tmL", "multi-token prediction"),
             ("t|tL", "must begin with"),
             ("Et|t", "must begin with"),
             ("EtL|t", "must begin with"),
             ("E(t|L", "not closed"),
-            ("Et)|L", "not opened"),
+            ("Et)|L", "no opening one"),
             ("Et*|L", "a number must follow"),
-            ("Ex|L", "'x' is none"),
-            ("E((t*9999)*9999)*9999|L", "more stages"),
-            (deep.as_str(), "is none of"),
+            ("Ex|L", "'x' is not one of"),
+            ("E((t*9999)*9999)*9999|L", "too many stages"),
+            (deep.as_str(), "is not one of"),
         ];
         for (text, why) in cases {
             let message = layout(text).unwrap_err();
@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(sizes(ends(None, Some(2)), 10, 3, 2).unwrap(), [2, 2, 1, 2, 2, 1]);
         assert!(sizes(ends(Some(2), Some(2)), 2, 1, 1).unwrap().is_empty());
         assert!(
-            sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than there are")
+            sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than the model has")
         );
         assert!(sizes(ends(Some(2), Some(2)), 11, 4, 1).unwrap_err().contains("7 layers are left"));
         assert!(

@@ -300,9 +300,9 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
         _ if is_integer && is_list => Err("a whole number or a list of them".to_string()),
         _ if is_integer => Err("a whole number".to_string()),
         _ if is_number => Err("a number".to_string()),
-        _ if is_list => Err("a text or a list of strings".to_string()),
+        _ if is_list => Err("a string or a list of strings".to_string()),
         _ if arg_has_choices(arg) => Err(format!("one of {}", choices(arg))),
-        _ => Err("a text".to_string()),
+        _ => Err("a string".to_string()),
     }
 }
 
@@ -402,11 +402,11 @@ mod tests {
         let text = "[logging]\nprofile_ranks = [0, 3]";
         assert_eq!(words(text), ["--profile-ranks=0", "--profile-ranks=3"]);
         let (line, message) = problem("[logging]\nprofile_ranks = [0, \"1\"]");
-        let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the text \"1\"";
+        let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the string \"1\"";
         assert!(line == 2 && message.starts_with(expected), "{message}");
         assert_eq!(
             problem("[checkpoint]\nsave = [1, 2]").1,
-            "`save` under [checkpoint] expects a text, not a list"
+            "`save` under [checkpoint] expects a string, not a list"
         );
     }
 
@@ -427,7 +427,7 @@ mod tests {
         );
         assert_eq!(
             problem("lr = 1").1,
-            "`lr` stands outside of a section; it belongs under [optimizer]"
+            "`lr` is outside of any section; it belongs under [optimizer]"
         );
     }
 
@@ -445,7 +445,7 @@ mod tests {
         assert_eq!(line, 2);
         assert_eq!(
             message,
-            "`num_layers` under [model] expects a whole number, not the text \"four\""
+            "`num_layers` under [model] expects a whole number, not the string \"four\""
         );
         assert_eq!(
             problem("[model]\nswiglu = 1").1,
@@ -462,7 +462,7 @@ mod tests {
         let message = problem("[parallel]\npipeline_schedule = \"1fb1\"").1;
         assert_eq!(
             message,
-            "`pipeline_schedule` under [parallel] cannot be the text \"1fb1\": expected one of gpipe, 1f1b, interleaved"
+            "`pipeline_schedule` under [parallel] cannot be the string \"1fb1\": expected one of gpipe, 1f1b, interleaved"
         );
         assert!(problem("[model]\nnum_layers = -4").1.contains("cannot be -4"));
     }

@@ -64,7 +64,7 @@ mod tests {
         write("generation_config.json", r#"{"eos_token_id": null}"#);
         assert_eq!(found().unwrap(), [256]);
         for (damaged, part) in
-            [("{", "is no JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is no token")]
+            [("{", "is not JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is not a token")]
         {
             write("generation_config.json", damaged);
             assert!(found().unwrap_err().contains(part));

@@ -295,20 +295,20 @@ mod tests {
     #[test]
     fn lines_that_cannot_be_used_are_told_with_their_number() {
         for (text, expected) in [
-            ("", " names no host"),
-            ("# h0 slots=1", " names no host"),
+            ("", " lists no host"),
+            ("# h0 slots=1", " lists no host"),
             ("h0 slots=1\nh1 lots=2", ":2: `h1 lots=2` is not of the form"),
             ("h0", ":1: `h0` is not"),
             ("h0 slots=1 max_slots=2", ":1: `h0 slots=1 max_slots=2` is not"),
             ("h0 slots=0", ":1: slots=0 must be 1 to 4096; to leave h0 out"),
-            ("h0 slots=1\na@h0 slots=2", ":2: h0 is there twice"),
-            ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is no name"),
-            ("a@ slots=1", ":1: `a@` is no name"),
+            ("h0 slots=1\na@h0 slots=2", ":2: h0 is listed twice"),
+            ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is not a host name"),
+            ("a@ slots=1", ":1: `a@` is not a host name"),
             (
                 "h0:2222 slots=1",
-                ":1: `h0:2222` is no name of a host, nor an IPv6 address; a port is for --ssh-port",
+                ":1: `h0:2222` is neither a host name nor an IPv6 address; give a port with --ssh-port",
             ),
-            ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is no name of a host, nor an IPv6"),
+            ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is neither a host name nor an IPv6"),
         ] {
             let why = parse(text).unwrap_err();
             assert!(why.starts_with(expected), "{text}: {why}");
@@ -342,12 +342,12 @@ mod tests {
     #[test]
     fn filters_that_name_what_is_not_there_are_refused() {
         for (filter, include, expected) in [
-            ("h2", true, "there is no host `h2`; there are h0, h1"),
+            ("h2", true, "there is no host `h2`; the hosts are h0, h1"),
             ("", true, "there is no host ``"),
-            ("you@h1", true, "there is no host `you`; there are h0, h1"),
-            ("me@h0", true, "there is no host `me`; there are h0, h1"),
-            ("h0@me", true, "there is no host `me`; there are h0, h1"),
-            ("me@me@h1", true, "there is no host `me`; there are h0, h1"),
+            ("you@h1", true, "there is no host `you`; the hosts are h0, h1"),
+            ("me@h0", true, "there is no host `me`; the hosts are h0, h1"),
+            ("h0@me", true, "there is no host `me`; the hosts are h0, h1"),
+            ("me@me@h1", true, "there is no host `me`; the hosts are h0, h1"),
             ("h0:4", true, "h0 has no slot `4`; its slots are 0 to 3"),
             ("h0:", false, "h0 has no slot ``"),
             ("h0:0@h0:1", true, "h0 is named twice"),

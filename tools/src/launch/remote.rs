@@ -253,7 +253,7 @@ mod tests {
         };
         let why = hosts.explain(0, run(&hosts), Some("sh: cannot cd")).unwrap();
         assert!(
-            why.starts_with("host h has no folder /no such: sh: cannot cd; this command"),
+            why.starts_with("host h has no folder /no such: sh: cannot cd; run this command"),
             "{why}"
         );
         hosts.folder = "/".into();

@@ -512,8 +512,8 @@ mod tests {
         assert_eq!([check(&[ON_CPU]), check(&[ON_GPU; 3])], [Ok(()), Ok(())]);
         let message = check(&[ON_GPU, ON_GPU, ON_CPU]).unwrap_err();
         assert!(message.contains("rank 0 computes on a GPU, but rank 2 on the CPU"), "{message}");
-        assert!(message.contains("Why rank 2 has no GPU"), "{message}");
-        assert!(check(&[ON_CPU, ON_GPU]).unwrap_err().contains("Why rank 0 has no GPU"));
+        assert!(message.contains("rank 2 shows why it has no GPU"), "{message}");
+        assert!(check(&[ON_CPU, ON_GPU]).unwrap_err().contains("rank 0 shows why it has no GPU"));
     }
 
     #[test]

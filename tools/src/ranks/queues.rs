@@ -86,7 +86,7 @@ mod tests {
         let refusal =
             overlaps(Some(true), true, queues("1", 2)).expect_err("could hang").to_string();
         assert!(
-            refusal.contains("need 10 queues")
+            refusal.contains("need 10 GPU queues")
                 && refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS gives 1"),
             "{refusal}"
         );
@@ -103,7 +103,7 @@ mod tests {
         assert!(!overlaps(None, true, queues(10)).unwrap(), "another group would take 34");
         let refusal = overlaps(Some(true), true, queues(10)).expect_err("could hang").to_string();
         assert!(
-            refusal.contains("need 34 queues") && refusal.contains("no more than 32"),
+            refusal.contains("need 34 GPU queues") && refusal.contains("no more than 32"),
             "{refusal}"
         );
     }

@@ -136,7 +136,7 @@ fn text_that_is_missing_empty_short_or_binary() {
         ("folder", "holds no text"),
         ("short.txt", "error: short.txt: the train split has"),
         ("short.txt", "tokens, but one sample takes 17"),
-        ("binary.txt", "is no text"),
+        ("binary.txt", "is not text"),
     ];
     for (path, message) in cases {
         both_refuse(&site, &["--data-path", path], &[message]);

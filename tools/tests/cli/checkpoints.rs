@@ -70,7 +70,7 @@ fn a_manifest_or_pointer_that_is_damaged() {
     fs::write(&pointer, "latest\n").unwrap();
     both_refuse(&site, &[], &["latest_checkpointed_iteration.txt", "\"latest\""]);
     fs::write(&pointer, "7\n").unwrap();
-    both_refuse(&site, &[], &["iter_0000007", "is not there"]);
+    both_refuse(&site, &[], &["iter_0000007", "is missing"]);
 }
 
 #[test]

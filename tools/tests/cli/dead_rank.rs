@@ -65,7 +65,7 @@ fn a_killed_rank_ends_a_supervised_run_which_resumes_bitwise() {
         let output = ended(vec![supervisor], SOON).remove(0);
         assert_eq!(output.status.code(), Some(137));
         let named = format!("rank {rank} (pid {pid}) was killed by SIGKILL");
-        refused(&output, &[&named, "The same command goes on from the last checkpoint in"]);
+        refused(&output, &[&named, "The same command continues from the last checkpoint in"]);
         site.assert_nothing_left();
         resumes_bitwise(&site, &folder, &losses);
     }
@@ -90,7 +90,7 @@ fn a_killed_rank_ends_the_ranks_of_a_launcher_which_resume_bitwise() {
         for (_, output) in
             ended(children, SOON).iter().enumerate().filter(|(other, _)| *other != rank)
         {
-            refused(output, &[&named, "The same command goes on from the last checkpoint in"]);
+            refused(output, &[&named, "The same command continues from the last checkpoint in"]);
         }
         site.assert_nothing_left();
         resumes_bitwise(&site, &folder, &losses);
@@ -278,7 +278,7 @@ fn a_setting_of_some_ranks_alone_is_named_though_they_do_more_together() {
         let ranks =
             (0..RANKS).map(|rank| site.rank(rank, port, flags(rank)).spawn().unwrap()).collect();
         for output in ended(ranks, SOON) {
-            refused(&output, &["not started alike", "checkpoint.save"]);
+            refused(&output, &["started differently", "checkpoint.save"]);
         }
         assert!(!site.path("saved").exists());
     }

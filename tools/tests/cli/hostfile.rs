@@ -355,7 +355,7 @@ fn this_machine_among_others_needs_no_ssh_either() {
 #[test]
 fn hosts_that_cannot_be_used_are_refused() {
     for (hosts, flags, parts) in [
-        ("h0 slots=2\nh0 slots=2\n", &[][..], &["hosts:2: h0 is there twice"][..]),
+        ("h0 slots=2\nh0 slots=2\n", &[][..], &["hosts:2: h0 is listed twice"][..]),
         ("h0 slots=2\nh1 slots=4\n", &[], &["h0 2, h1 4", "--include h0:0,1@h1:0,1"]),
         (TWO, &["--include=h2"], &["--include h2: there is no host `h2`"]),
         (TWO, &["--exclude=h0:2"], &["h0 has no slot `2`"]),

@@ -143,7 +143,7 @@ fn models_are_trained_and_used_in_16_bits() {
         // The checkpoint is fp32, and the run continues in fp32.
         let log = stdout(&site.succeed(&[&load, &format!("--save={saved}"), "--train-iters=6"]));
         assert!(
-            log.contains(&format!("trained in {}; this run goes on in fp32", &precision[2..])),
+            log.contains(&format!("trained in {}; this run continues in fp32", &precision[2..])),
             "{log}"
         );
     }

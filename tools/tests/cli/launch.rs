@@ -104,9 +104,9 @@ fn this_program_is_found_where_it_is_not_on_the_path() {
     for (command, advice) in [
         (
             "pretrain",
-            "there is no program pretrain on the PATH; a command of this program is `megatron pretrain …`",
+            "program pretrain is not on the PATH; a command of this program is `megatron pretrain …`",
         ),
-        ("python3", "there is no program python3 on the PATH; give its path"),
+        ("python3", "program python3 is not on the PATH; give its path"),
     ] {
         let (ok, said) = of(&[command, "x.toml"]);
         assert!(!ok && said.contains(advice), "{said}");

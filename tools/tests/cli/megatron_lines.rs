@@ -62,7 +62,7 @@ const REFUSED: [(&str, &[&str]); 10] = [
     ),
     (
         "gpt/gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8_tp_pp_sp_tp_overlap",
-        &["--fp8-format", "FP8 and FP4 are not there"],
+        &["--fp8-format", "FP8 and FP4 are not supported"],
     ),
     (
         "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_selective_recompute_experimental",
@@ -72,7 +72,7 @@ const REFUSED: [(&str, &[&str]); 10] = [
         "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon",
         &["--optimizer muon", "--num-experts 8"],
     ),
-    ("bert/bert_release", &["--bert-no-binary-head", "encoders (BERT, T5) are not there"]),
+    ("bert/bert_release", &["--bert-no-binary-head", "encoders (BERT, T5) are not supported"]),
 ];
 
 fn words(name: &str) -> Vec<String> {

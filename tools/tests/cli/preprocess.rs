@@ -237,7 +237,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         ),
         (
             &["--tokenizer", "byte", "--input", "nan.jsonl"],
-            &["line 1, column 1", "NaN is no JSON", "null"],
+            &["line 1, column 1", "NaN is not JSON", "null"],
         ),
         (
             &["--tokenizer", "byte", "--input", "surrogate.jsonl"],

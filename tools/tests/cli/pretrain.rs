@@ -298,8 +298,8 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
                 "--min-lr=1e-5",
             ],
             Some(
-                "note: without effect here: sgd_momentum (the optimizer is Adam); min_lr (lr_decay_style is constant); \
-                 prompt_tokens (there is no prompt)",
+                "note: these settings have no effect here: sgd_momentum (the optimizer is Adam); \
+                 min_lr (lr_decay_style is constant); prompt_tokens (there is no prompt)",
             ),
         ),
         (
@@ -375,7 +375,7 @@ fn a_killed_rank_is_named_and_ends_the_run() {
         text.starts_with(&format!("error: rank 1 (pid {}) was killed by SIGKILL", ranks[1])),
         "{text}"
     );
-    assert!(text.contains("goes on from the last checkpoint in saved"), "{text}");
+    assert!(text.contains("continues from the last checkpoint in saved"), "{text}");
     assert!(!ranks.iter().any(|&pid| is_alive(pid)));
 }
 

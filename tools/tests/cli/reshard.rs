@@ -114,7 +114,7 @@ fn one_iteration_is_chosen_by_its_number_or_its_folder() {
     }
     let output = reshard(folder.path(), &["saved", "to9", "--iteration=9"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("iter_0000009: is not there"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("iter_0000009: does not exist"), "{}", stderr(&output));
 }
 
 #[test]

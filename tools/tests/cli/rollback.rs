@@ -101,7 +101,7 @@ fn a_step_that_is_not_there_is_refused_with_those_that_are() {
     let site = saved();
     let before = site.files();
     let flags = [&FOLDERS[..], &["--ckpt-step=5"]].concat();
-    let parts = ["iter_0000005: is not there; there are checkpoints of the iterations 8, 6, 4, 2"];
+    let parts = ["iter_0000005: does not exist; existing iterations are 8, 6, 4, 2"];
     refused(&site.pretrain(&flags).output().unwrap(), &parts);
     for output in ended(site.ranks(&flags), SOON) {
         refused(&output, &parts);

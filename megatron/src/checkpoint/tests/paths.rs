@@ -117,9 +117,7 @@ fn a_step_that_is_asked_for_is_found_and_what_lies_beyond_it() {
     assert_eq!(to_load(&whole(Some(20))).unwrap(), Some(at(20)));
     let refusal = message(to_load(&whole(Some(25))).unwrap_err());
     assert!(
-        refusal.contains(
-            "iter_0000025: is not there; there are checkpoints of the iterations 30, 20, 10"
-        ),
+        refusal.contains("iter_0000025: does not exist; existing iterations are 30, 20, 10"),
         "{refusal}"
     );
     assert!(

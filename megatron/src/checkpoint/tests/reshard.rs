@@ -281,7 +281,7 @@ fn a_checkpoint_is_found_by_its_own_folder_by_iteration_and_by_the_pointer() {
     assert_eq!(locate(dir.path(), Some(10)).unwrap(), ten);
     assert_eq!(locate(&ten, None).unwrap(), ten);
     assert!(
-        message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: is not there")
+        message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: does not exist")
     );
     assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("the folder of one iteration"));
 }

@@ -170,7 +170,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
             },
             "reset_position_ids = true changes nothing",
         ),
-        (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must lie in [0, 1)"),
+        (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must be in [0, 1)"),
         (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
         (
@@ -179,7 +179,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
         ),
         (
             |c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]),
-            "deals 7 layers, and num_layers = 8",
+            "distributes 7 layers, but num_layers = 8",
         ),
         (
             |c| c.parallel.context_parallel_size = 5,
@@ -265,7 +265,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 (c.parallel.schedule, c.parallel.delay_wgrad_compute) =
                     (ScheduleKind::OneFOneB, true);
             },
-            "delay_wgrad_compute = true changes nothing",
+            "delay_wgrad_compute = true fills the time",
         ),
         (
             |c| {
@@ -273,7 +273,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                     (1, 1);
                 (c.parallel.schedule, c.parallel.extra_warmup) = (ScheduleKind::OneFOneB, 1);
             },
-            "pipeline_extra_warmup = 1 changes nothing",
+            "pipeline_extra_warmup = 1 has no effect",
         ),
         (|c| c.parallel.extra_warmup = 2, "pipeline_extra_warmup = 2 is for the 1f1b schedule"),
         (

@@ -199,14 +199,14 @@ fn a_part_that_gets_too_little_is_told_with_why() {
             (
                 &whole,
                 "9,1",
-                "validation data: --split 9,1 deals whole documents, and there is 1: all of it goes to train",
+                "validation data: --split 9,1 does not cut documents, and there is only 1: all of it goes to train",
                 true,
             ),
             (&whole, "1", "0 to validate, 0 to test (split 1)", false),
             (
                 &cut,
                 "9,1,1",
-                "(split 9,1,1 deals whole paragraphs (sequences), and there are 3: 2 to train, 1 to valid, 0 to test)",
+                "(split 9,1,1 does not cut paragraphs (sequences): of 3, 2 to train, 1 to valid, 0 to test)",
                 false,
             ),
             (&cut, "2,1", "(split 2,1)", false),

@@ -135,8 +135,8 @@ fn what_is_no_text_is_an_error_with_its_path() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name, content: &[u8]| message(write(folder.path(), name, content));
     assert!(file("e.txt", b"").contains("e.txt: is empty"));
-    assert!(file("n.txt", b"ab\0").contains("n.txt: is no text: byte 2 is NUL"));
-    assert!(file("u.txt", b"abc\xff").contains("u.txt: is no text: byte 3 is not UTF-8"));
+    assert!(file("n.txt", b"ab\0").contains("n.txt: is not text: byte 2 is NUL"));
+    assert!(file("u.txt", b"abc\xff").contains("u.txt: is not text: byte 3 is not UTF-8"));
     assert!(file("c.txt", b"ab\xc3").contains("byte 2 is not UTF-8"));
     let empty = tempfile::tempdir().unwrap();
     let told = message(empty.path());

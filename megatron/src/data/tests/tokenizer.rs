@@ -152,7 +152,7 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
     for content in ["", "{}", "{\"model\": 1}", "not json"] {
         let path = write(folder.path(), "tokenizer.json", content);
         let message = refusal(&path.display().to_string());
-        assert!(message.contains("tokenizer.json: is no usable"), "{message}");
+        assert!(message.contains("tokenizer.json: is not a usable"), "{message}");
     }
     // The `tokenizers` crate continues counting from the largest id.
     for (vocab, added) in [("4294967295", "1"), ("0", "4294967295")] {
@@ -398,8 +398,8 @@ fn gpt2s_two_files_are_its_tokenizer() {
     let bad = write(folder.path(), "bad.txt", "#version: 0.2\na b c\n");
     for (vocab, merges, part) in [
         (&vocab, Some(&bad), "bad.txt: line 2 is not a pair"),
-        (&merges, Some(&merges), "merges.txt: is no JSON object"),
-        (&whole, Some(&merges), "tokenizer.json: is no vocabulary"),
+        (&merges, Some(&merges), "merges.txt: is not a JSON object"),
+        (&whole, Some(&merges), "tokenizer.json: is not a vocabulary"),
         (
             &folder.path().join("none.json"),
             Some(&merges),
@@ -456,8 +456,8 @@ fn files_beside_a_tokenizer_that_cannot_be_right_are_refused_by_name() {
             r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#,
             "added_tokens_decoder.x",
         ),
-        ("special_tokens_map.json", "[1", "is no JSON object"),
-        ("special_tokens_map.json", "[1]", "is no JSON object"),
+        ("special_tokens_map.json", "[1", "is not a JSON object"),
+        ("special_tokens_map.json", "[1]", "is not a JSON object"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), "tokenizer.json", WORDS);

@@ -159,11 +159,11 @@ fn the_documentation_says_the_same() {
     let of = |heading: &'static str| {
         flags.iter().filter(move |(known, _)| known.starts_with(heading)).map(|(_, name)| name)
     };
-    assert!(of("passed over").count() > 20 && of("refused").count() > 15, "{flags:?}");
+    assert!(of("ignored").count() > 20 && of("refused").count() > 15, "{flags:?}");
     for name in of("here") {
         assert!(is_ours(name) || find(name).is_some(), "{name}");
     }
-    for name in of("passed over").filter(|name| !is_ours(name)) {
+    for name in of("ignored").filter(|name| !is_ours(name)) {
         let passed_over = |entry: &Entry| !matches!(entry.what, What::Refuse);
         let told = match name.strip_suffix('*') {
             Some(start) => entries().any(|e| {

@@ -32,7 +32,7 @@ impl Resolver<'_> {
             }
             (None, Some(fraction)) => {
                 let cited = self.origins.cite("lr_warmup_fraction", fraction);
-                return Err(Error::usage(format!("{cited} must lie in [0, 1]")));
+                return Err(Error::usage(format!("{cited} must be in [0, 1]")));
             }
             (None, None) => 0,
         };

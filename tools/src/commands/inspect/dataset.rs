@@ -33,7 +33,7 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
     let places = if dataset.is_contiguous() {
         "the index accounts for every byte"
     } else {
-        fact("order", "sequences do not lie one after another in the .bin file");
+        fact("order", "sequences are not contiguous in the .bin file");
         "every sequence of the index is in the .bin file"
     };
     if verify {

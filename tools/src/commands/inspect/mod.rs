@@ -185,7 +185,7 @@ mod tests {
             ("a.c", "does not exist"),
             ("missing", "does not exist"),
             ("empty", "neither"),
-            ("", &format!("name the prefix of one: {prefix}")),
+            ("", &format!("give the prefix of one: {prefix}")),
         ] {
             let error = kind(&at(nothing)).unwrap_err().to_string();
             assert!(error.contains(why), "{nothing}: {error}");
