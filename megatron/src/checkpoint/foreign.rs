@@ -98,8 +98,9 @@ impl Found {
                 --init-from-hf, or convert it with `megatron import`"
                 .into(),
             Self::Adapter => {
-                "holds a LoRA adapter, not a model; merge it first: with peft, AutoPeftModelForCausalLM.from_pretrained(DIR)\
-                 .merge_and_unload().save_pretrained(NEW), and name NEW"
+                "holds a LoRA adapter, not a model; merge it first with peft: \
+                 AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW), \
+                 and give NEW"
                     .into()
             }
             Self::MegatronLm => {

@@ -1,4 +1,4 @@
-//! `[data]`, `[checkpoint]`, `[logging]`: what is read and written.
+//! `[data]`, `[checkpoint]`, `[logging]`: the input and output of a run.
 
 use std::path::PathBuf;
 

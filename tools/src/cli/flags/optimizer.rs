@@ -99,7 +99,7 @@ pub enum IncreaseStyle {
     Cosine,
 }
 
-/// How the state of the optimizer is kept.
+/// How optimizer state is stored.
 #[derive(Args, Clone, Debug)]
 pub struct MomentFlags {
     /// Dtype of Adam's first moment; bf16 takes half the memory

@@ -1,4 +1,4 @@
-//! `[parallel]`: how the model and the batch are cut over ranks, and how ranks meet.
+//! `[parallel]`: how the model and the batch are split over ranks, and how ranks connect.
 
 use std::str::FromStr;
 
@@ -11,7 +11,7 @@ use megatron::config::{PartitionMethod, ScheduleKind};
 use super::choice;
 
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Parallelism: how the run is cut over ranks, [parallel]")]
+#[command(next_help_heading = "Parallelism: how the run is split over ranks, [parallel]")]
 pub struct ParallelFlags {
     #[command(flatten)]
     pub layout: LayoutFlags,
@@ -36,7 +36,7 @@ pub struct ParallelFlags {
     pub rdzv: Option<String>,
 }
 
-/// The layout, without how its ranks meet.
+/// The layout, without the settings of communication.
 #[derive(Args, Clone, Debug)]
 pub struct LayoutFlags {
     /// tp: ranks that share each layer

@@ -1,4 +1,4 @@
-//! Which tokenizer, in this program's words and in Megatron-LM's.
+//! Selects the tokenizer, by this program's flags or by Megatron-LM's.
 
 use std::path::{Path, PathBuf};
 
@@ -40,25 +40,25 @@ pub struct TokenizerFlags {
     pub split_special_tokens: bool,
 }
 
-/// What [`TokenizerFlags`] say.
+/// The tokenizer that [`TokenizerFlags`] select.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChosenTokenizer {
-    /// What to open, if anything is said of it.
+    /// The name to open, if flags give one.
     pub name: Option<String>,
     pub options: TokenizerOptions,
-    /// What a user may not expect.
+    /// A note on unexpected behaviour.
     pub note: Option<String>,
 }
 
-/// What to do about a kind of tokenizer that is not there.
+/// The advice for an unsupported type of tokenizer.
 const CONVERT: &str = "give a tokenizer.json or its folder by --tokenizer; transformers makes one: AutoTokenizer.from_pretrained(DIR)\
     .save_pretrained(OUT)";
 
 impl TokenizerFlags {
-    /// Which tokenizer is meant; `vocab_size` is `--vocab-size`.
+    /// The selected tokenizer; `vocab_size` is `--vocab-size`.
     ///
     /// # Errors
-    /// If a flag is missing that another one needs, or the kind of tokenizer is not there.
+    /// If a required flag is missing, or the type of tokenizer is not supported.
     pub fn choose(&self, vocab_size: Option<usize>) -> Result<ChosenTokenizer> {
         let options = TokenizerOptions {
             merge_file: None,
@@ -164,7 +164,7 @@ impl TokenizerFlags {
     }
 }
 
-/// The `tokenizer.json` that stands for a tokenizer's model of another format: itself, in the
+/// The `tokenizer.json` in place of a tokenizer model of another format: the file itself, in the
 /// folder, or beside the file.
 fn served_by(model: &Path) -> Option<PathBuf> {
     if model.extension().is_some_and(|extension| extension == "json") {

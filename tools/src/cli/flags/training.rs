@@ -75,7 +75,7 @@ pub struct EndFlags {
     pub exit_signal: Option<String>,
 }
 
-/// What is computed again in backward.
+/// What is recomputed in backward.
 #[derive(Args, Clone, Debug)]
 pub struct RecomputeFlags {
     /// Save memory by recomputing activations in backward: of whole layers (`full`), or only of
@@ -91,7 +91,7 @@ pub struct RecomputeFlags {
     pub recompute_num_layers: Option<usize>,
 }
 
-/// What numbers are stored in.
+/// Dtypes of stored numbers.
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Precision, [training]")]
 pub struct PrecisionFlags {
@@ -126,7 +126,7 @@ pub struct PrecisionFlags {
     pub grad_reduce_in_bf16: bool,
 }
 
-/// How much is computed again in backward.
+/// How much is recomputed in backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Granularity {
     Full,
