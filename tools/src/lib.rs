@@ -22,7 +22,7 @@ use cli::Stop;
 use commands::Request;
 use error::Error;
 
-/// The program: reads the command line, and returns the code to end with if it has done its work.
+/// Runs the program: reads the command line, runs the command, and returns the exit code.
 pub fn main() -> ExitCode {
     fault::install_panic_hook();
     launch::started();
@@ -76,11 +76,11 @@ fn run() -> error::Result<u8> {
     }
 }
 
-/// Why what was printed did not arrive.
+/// The error that kept output from being written.
 static UNPRINTED: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the
-/// program then ends with an error.
+/// Prints a line. If that fails, the program continues but ends with an error; a closed reader is
+/// not an error.
 fn print_line(text: &str) {
     writeln!(std::io::stdout(), "{text}").unwrap_or_else(unprinted);
 }

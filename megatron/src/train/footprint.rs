@@ -206,12 +206,12 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     let mut flags = Vec::new();
     if replicas > 1 && !p.use_distributed_optimizer {
         flags.push(format!(
-            "--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"
+            "--use-distributed-optimizer (shards masters and moments over {replicas} replicas)"
         ));
     }
     if dp > 1 {
         flags.push(format!(
-            "a smaller --data-parallel-size (each of {dp} replicas has all weights and gradients)"
+            "a smaller --data-parallel-size (each of {dp} replicas holds all weights and gradients)"
         ));
     }
     if matches!(t.precision, crate::config::Precision::Fp32) {

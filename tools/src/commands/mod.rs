@@ -1,4 +1,4 @@
-//! The commands: which there are, and what was asked for. A folder or file for each.
+//! The list of commands, and the parsed request. Each command has its own file or folder.
 
 pub mod bench;
 #[cfg(test)]
@@ -40,7 +40,7 @@ use crate::error::Error;
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
 #[derive(Debug, Parser)]
 #[command(name = "megatron", version, arg_required_else_help = true, args_override_self = true)]
-#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` explains a command.")]
+#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` describes a command.")]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -65,7 +65,7 @@ pub enum Command {
     Man(ManArgs),
 }
 
-/// What was asked for.
+/// The parsed command.
 #[derive(Debug)]
 pub enum Request {
     Pretrain(Box<Gathered>),
@@ -76,18 +76,18 @@ pub enum Request {
     Eval(EvalArgs),
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
-    /// With the origins of what was typed.
+    /// With the origins of the flags that were typed.
     Reshard(Box<ReshardArgs>, BTreeMap<String, String>),
     Inspect(InspectArgs),
     Timeline(DrawingArgs, Box<Gathered>),
-    /// With the origins of what was typed.
+    /// With the origins of the flags that were typed.
     Bench(Bench, BTreeMap<String, String>),
     Doctor(DoctorArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
 }
 
-/// The whole command line, as it is parsed and explained.
+/// The whole command line, as it is parsed and described in `--help`.
 pub fn command() -> clap::Command {
     let command =
         ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
@@ -122,7 +122,7 @@ pub fn command() -> clap::Command {
 /// Reads the command line `words` (the program's name first) and the run file it names.
 ///
 /// # Errors
-/// [`Stop`] if there is something to print instead of something to do.
+/// [`Stop`] if there is only something to print and no command to run.
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let (command, mut names) = (command(), Vec::new());
     let mut innermost = &command;
@@ -185,7 +185,8 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Completions(args) => Ok(Request::Completions(args)),
         Command::Man(args) => Ok(Request::Man(args)),
         Command::Pretrain(_) | Command::Timeline(_) => {
-            Err(Error::usage("internal error: `pretrain` and `timeline` are read elsewhere").into())
+            Err(Error::usage("internal error: `pretrain` and `timeline` are parsed elsewhere")
+                .into())
         }
         Command::Bench(args) => {
             let step = matches
