@@ -20,7 +20,7 @@ use crate::report::{count, duration};
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
-  megatron generate --load checkpoints/quickstart --prompt 'fn main() {'
+  megatron generate --load checkpoints/quickstart --prompt 'ROMEO:'
   megatron generate --load checkpoints/quickstart --prompt a --prompt b --temperature 0 --tensor-model-parallel-size 2")]
 pub struct GenerateArgs {
     #[command(flatten)]
