@@ -28,7 +28,7 @@ const CRATES: [(&str, &[&[&str]]); 4] = [
     (
         "tools",
         &[
-            &["error", "report"],
+            &["error", "report", "pictures"],
             &["fault"],
             &["launch"],
             &["ranks", "signals"],

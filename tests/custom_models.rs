@@ -370,7 +370,7 @@ fn a_checkpoint_of_any_model_is_resharded_by_its_tensors_alone() {
     let uneven = layout(config(), 1, 3, 1).parallel;
     let refused = reshard_tensors(&manifest, &other.join("3"), &uneven, &[], &mut |_| true);
     let refused = refused.unwrap_err().to_string();
-    assert!(refused.contains("cannot be cut evenly over tp 3"), "{refused}");
+    assert!(refused.contains("cannot be split evenly over tp 3"), "{refused}");
 }
 
 const WIDTH: usize = 24;

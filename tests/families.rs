@@ -233,7 +233,7 @@ fn import_changes_no_file_that_is_there() {
         let before = files(to);
         let why = import(&model, to, |_, _| ()).unwrap_err().to_string();
         assert!(
-            why.contains("folder of a Hugging Face model") && why.contains("name another one"),
+            why.contains("folder of a Hugging Face model") && why.contains("give another folder"),
             "{why}"
         );
         assert_eq!(files(to), before);
@@ -380,8 +380,8 @@ fn models_that_are_too_large_for_their_files_are_refused_before_they_are_made() 
     // The MLP, four times as wide, is also a size.
     let most = i32::MAX / 4;
     for (changes, why) in [
-        (&[("n_layer", 65536)][..], "65536 layers, where there are"),
-        (&[("n_head", most), ("hidden_size", most)], "an extent of "),
+        (&[("n_layer", 65536)][..], "65536 layers, but at most"),
+        (&[("n_head", most), ("hidden_size", most)], "a tensor dimension of "),
         (&[("vocab_size", 1000)], "config.json makes it [1000, 32]"),
     ] {
         let mut config = original.clone();

@@ -137,7 +137,7 @@ fn files_that_are_missing_cut_off_or_damaged_are_named() {
         file.set_len(20_000).unwrap();
     });
     assert!(
-        cut.contains("__2_0.distcp") && cut.contains("20000 bytes") && cut.contains("cut off"),
+        cut.contains("__2_0.distcp") && cut.contains("20000 bytes") && cut.contains("truncated"),
         "{cut}"
     );
     for file in [".metadata", "common.pt"] {
@@ -164,7 +164,7 @@ fn no_flipped_bit_of_data_changes_a_weight_unnoticed() {
             Ok(read) => assert!(read == whole, "byte {at}"),
             Err(why) => {
                 assert!(
-                    why.contains("__1_0.distcp") && why.contains("what it has of"),
+                    why.contains("__1_0.distcp") && why.contains("its piece of"),
                     "byte {at}: {why}"
                 );
                 noticed += 1;
@@ -289,7 +289,7 @@ fn other_formats_are_refused_with_what_to_do() {
     assert!(legacy.contains("--ckpt-convert-format torch_dist"), "{legacy}");
     std::fs::write(&pointer, "../elsewhere").unwrap();
     let lost = read_all(dir.path()).unwrap_err();
-    assert!(lost.contains("neither an iteration nor release"), "{lost}");
+    assert!(lost.contains("neither an iteration nor `release`"), "{lost}");
     let mine = tempfile::tempdir().unwrap();
     import(&fixture("gpt2-tp2"), mine.path(), None, |_, _| ()).unwrap();
     assert!(read_all(mine.path()).unwrap_err().contains("checkpoint of this program"));

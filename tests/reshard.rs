@@ -156,8 +156,8 @@ fn a_manifest_that_names_another_model_is_refused() {
     let (_, body) = text.split_once('\n').unwrap();
     for (from, to, why) in [
         ("\"num_layers\":8", "\"num_layers\":7", "it has decoder.layers.7."),
-        ("\"num_layers\":8", "\"num_layers\":88888888888", "too small for"),
-        ("\"num_attention_heads\":8", "\"num_attention_heads\":123456789012", "too small for"),
+        ("\"num_layers\":8", "\"num_layers\":88888888888", "too large for"),
+        ("\"num_attention_heads\":8", "\"num_attention_heads\":123456789012", "too large for"),
         ("\"num_query_groups\":4", "\"num_query_groups\":0", "impossible model"),
         ("\"head_dim\":4", "\"head_dim\":\"four\"", "no valid model"),
     ] {

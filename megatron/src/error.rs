@@ -23,7 +23,8 @@ pub enum Error {
     },
     /// A peer did not arrive at an operation in time.
     #[error(
-        "{operation} waited {seconds:.0} s for rank {missing:?}: see what they print; they may hang or be elsewhere"
+        "{operation} waited {seconds:.0} s for rank {missing:?}: check the output of these ranks; \
+         they may hang or run different code"
     )]
     Timeout {
         /// The operation of this rank.

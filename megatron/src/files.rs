@@ -82,7 +82,7 @@ pub fn read(path: &Path, most: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     let too_long = |bytes: u64| {
         let message =
-            format!("it has {bytes} bytes, and {most} at most are sensible for what it should be");
+            format!("it has {bytes} bytes, but at most {most} are plausible for such a file");
         Error::new(ErrorKind::FileTooLarge, message)
     };
     let length = file.metadata()?.len();
@@ -114,22 +114,21 @@ fn require_regular(there: &std::fs::Metadata) -> Result<()> {
         _ if kind.is_dir() => {
             return Err(Error::new(
                 ErrorKind::IsADirectory,
-                "it is a folder, and a file is needed",
+                "it is a folder, but a file is needed",
             ));
         }
         _ if kind.is_fifo() => "a pipe",
         _ if kind.is_socket() => "a socket",
         _ => "a device",
     };
-    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, and a regular file is needed")))
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, but a regular file is needed")))
 }
 
 fn refuse_pointer(start: &[u8]) -> Result<()> {
     if !start.starts_with(POINTER) {
         return Ok(());
     }
-    let message = "it is a pointer of git's large-file storage (LFS), not the file itself; fetch that with `git lfs pull` in its \
-                   folder";
+    let message = "it is a Git LFS pointer, not the file itself; fetch the file with `git lfs pull` in its folder";
     Err(Error::new(ErrorKind::InvalidData, message))
 }
 
@@ -213,7 +212,7 @@ mod tests {
         let path = folder.path().join("file");
         File::create(&path).unwrap().set_len(1 << 40).unwrap();
         let error = read(&path, 1 << 20).unwrap_err().to_string();
-        assert!(error.contains("1099511627776 bytes, and 1048576 at most"), "{error}");
+        assert!(error.contains("1099511627776 bytes, but at most 1048576"), "{error}");
         // Longer than its reported size.
         assert!(
             read(Path::new("/proc/self/status"), 10)

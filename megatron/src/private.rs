@@ -42,9 +42,9 @@ pub fn exposed(folder: &Path) -> io::Result<Option<String>> {
     let remedy = if is_shared {
         "name a folder in it".into()
     } else {
-        format!("`chmod go-w {}` ends that", folder.display())
+        format!("fix this with `chmod go-w {}`", folder.display())
     };
-    Ok((by_group || by_all).then(|| format!("can be written into by {who}: {remedy}")))
+    Ok((by_group || by_all).then(|| format!("is writable by {who}: {remedy}")))
 }
 
 /// Whether `owner` is this user or root.
@@ -88,7 +88,7 @@ pub fn open_file(path: &Path) -> io::Result<File> {
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
-        Err(io::Error::other("it is no regular file"))
+        Err(io::Error::other("it is not a regular file"))
     }
 }
 

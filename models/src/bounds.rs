@@ -18,23 +18,21 @@ pub(crate) fn bounded(
     layers: usize,
 ) -> std::result::Result<(), String> {
     if model.num_layers > layers {
-        return Err(format!("{} layers, where there are {layers} at most", model.num_layers));
+        return Err(format!("{} layers, but at most {layers} are supported", model.num_layers));
     }
     if let Some(extent) = extents(model).into_iter().find(|&extent| extent > largest) {
-        return Err(format!(
-            "tensors with an extent of {extent}, where there are none of more than {largest}"
-        ));
+        return Err(format!("a tensor dimension of {extent}, but at most {largest} is supported"));
     }
     let positions = model.seq_length.max(model.max_position_embeddings);
     if positions > MOST_POSITIONS {
         return Err(format!(
-            "sequences of {positions} tokens; more than {MOST_POSITIONS} are taken for a mistake"
+            "sequences of {positions} tokens; more than {MOST_POSITIONS} count as a mistake"
         ));
     }
     let multiple = model.make_vocab_size_divisible_by;
     if multiple > MOST_PADDING {
         return Err(format!(
-            "a vocabulary padded to {multiple}; more than {MOST_PADDING} are taken for a mistake"
+            "a vocabulary padded to {multiple}; more than {MOST_PADDING} counts as a mistake"
         ));
     }
     Ok(())

@@ -94,7 +94,8 @@ impl SavedGpt {
             return Err(Error::checkpoint(
                 path,
                 format!(
-                    "holds a model of another program, which calls it '{}'; `inspect` and `reshard` know its tensors, and only that program can run it",
+                    "holds a model of another program, which calls it '{}'; `inspect` and \
+                     `reshard` work on its tensors, but only that program can run it",
                     run.architecture
                 ),
             ));
@@ -108,7 +109,7 @@ impl SavedGpt {
         bounded(model, largest, params.count()).map_err(|why| {
             Error::checkpoint(
                 path,
-                format!("its manifest names a model that its tensors are too small for: {why}"),
+                format!("its manifest names a model that is too large for its tensors: {why}"),
             )
         })?;
         ParallelConfig::default().validate_with(model, &Origins::default()).map_err(|e| {
@@ -131,7 +132,7 @@ impl SavedGpt {
         let world = parallel.world_size();
         if world > MOST_RANKS {
             return Err(Error::config(format!(
-                "{world} ranks are more than the {MOST_RANKS} that a layout may have"
+                "{world} ranks are more than the {MOST_RANKS} that a layout can have"
             )));
         }
         Ok(())

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Times collectives between the ranks of this machine here, with gloo (PyTorch) and, if mpicc is
-# there, with the installed MPI, in turn, and prints a table of the best times and their ratios in
-# Markdown.
+# Times collectives between ranks on this machine with this program, with gloo (PyTorch) and, if
+# mpicc exists, with the installed MPI, in turn. Prints a Markdown table of the best times and their
+# ratios.
 #
 #   PYTHON=venv/bin/python tools/bench/collectives.sh
 #   PYTHON=venv/bin/python RANKS=4 DTYPE=bf16 SIZES=4096,1048576 tools/bench/collectives.sh
@@ -10,11 +10,11 @@
 #   RANKS    ranks                                            [2]
 #   DTYPE    f32 or bf16 (MPI: f32 alone)                     [f32]
 #   SIZES    bytes of the larger buffer of an operation       [4096,1048576,4194304,16777216,67108864]
-#   BACKEND  backend here                                     [local]
+#   BACKEND  backend of this program                          [local]
 #   ROUNDS   runs of each, in turn; the best counts           [3]
 #   MS       milliseconds for each operation, size and run    [300]
-#   PYTHON   a Python that has torch; without it there is no gloo column
-# Run it on a machine that does nothing else: whatever else runs is in the figures.
+#   PYTHON   a Python with torch; without it there is no gloo column
+# Run it on an idle machine: other programs distort the results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

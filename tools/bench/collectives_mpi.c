@@ -1,6 +1,5 @@
-// Times an installed MPI's collectives on f32 as `megatron bench collectives` times its own: best
-// batch, size of the larger buffer. Prints `operation bytes µs` a line. Run by collectives.sh; by
-// hand:
+// Times an installed MPI's collectives on f32 like `megatron bench collectives`: best batch, size of the
+// larger buffer. Prints `operation bytes µs` per line. Run by collectives.sh, or by hand:
 //     mpicc -O2 collectives_mpi.c -o collectives_mpi && mpirun -n RANKS ./collectives_mpi SECONDS
 //     BYTES...
 #include <mpi.h>
@@ -36,7 +35,7 @@ static void there_and_back(void) {
     }
 }
 
-// Seconds of a call: the least of the means of batches that fill `seconds` on rank 0.
+// Seconds per call: the smallest mean of the batches that fill `seconds` on rank 0.
 static double fastest(void (*call)(void), double seconds) {
     double start;
     int calls = FIRST_BATCH;
@@ -78,7 +77,7 @@ int main(int argc, char **argv) {
     for (int i = 2; i < argc; i++) {
         long size = atol(argv[i]);
         part = (size + 4L * ranks - 1) / (4L * ranks);
-        // Written, so that the memory is really there.
+        // Written, so that the pages are committed.
         whole = memset(malloc(4L * part * ranks), 1, 4L * part * ranks);
         other = memset(malloc(4L * part * ranks), 1, 4L * part * ranks);
         share = memset(malloc(4L * part), 1, 4L * part);

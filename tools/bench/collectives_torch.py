@@ -1,4 +1,4 @@
-"""Times gloo's collectives as `megatron bench collectives` times its own: best batch, size of the larger buffer.
+"""Times gloo's collectives like `megatron bench collectives`: best batch, size of the larger buffer.
 
 Prints `operation bytes µs` a line. Run by collectives.sh; by hand:
     python collectives_torch.py RANKS f32|bf16 BYTES,... SECONDS
@@ -18,7 +18,7 @@ GROWTH = 4
 
 
 def fastest(call, seconds):
-    """Seconds of a call, the least of the means of batches that fill `seconds` on rank 0."""
+    """Seconds per call: the smallest mean of the batches that fill `seconds` on rank 0."""
     # The first calls are slower than later ones, so batches grow until one is nearly long enough.
     calls, enough = FIRST_BATCH, False
     while not enough:

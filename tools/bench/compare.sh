@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs training steps of the same shapes in PyTorch and here, one after the other, and prints a
-# table of ratios in Markdown.
+# Runs training steps of the same shapes in PyTorch and in this program, one after the other, and
+# prints a Markdown table of ratios.
 #
 #   tools/bench/compare.sh                       all presets on all cores, and on two ranks beside two data-parallel ones there
 #   PRESETS=small STEPS=20 tools/bench/compare.sh
@@ -12,12 +12,13 @@
 #   ROUNDS    runs of each, alternating; the median counts           [3]
 #   THREADS   threads of a run of one rank                           [cores]
 #   RANKS     ranks of the second comparison, 0: none                [2]
-#   LAYOUTS   how they work together here: dp, tp (with sp), pp, cp; the peer is data parallel on the same global batch  [dp tp pp]
-#   FLAGS     more flags of steps here, e.g. --offload-optimizer-nvme-path target/offload
-#   COMPILE   1: also run torch.compile there (needs a C++ compiler); the faster one is the peer
-#   PYTHON    a Python that has torch; without it a virtual environment is made in target/bench-venv
-#   TORCH     what is installed there                                [torch numpy]
-# Run it on a machine that does nothing else: whatever else runs is in the figures.
+#   LAYOUTS   layouts of these ranks: dp, tp (with sp), pp, cp            [dp tp pp]
+#             (PyTorch is data parallel on the same global batch)
+#   FLAGS     more flags for this program, e.g. --offload-optimizer-nvme-path target/offload
+#   COMPILE   1: also run torch.compile (needs a C++ compiler); the faster one counts
+#   PYTHON    a Python with torch; without it a virtual environment is created in target/bench-venv
+#   TORCH     packages to install there                              [torch numpy]
+# Run it on an idle machine: other programs distort the results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -52,9 +53,9 @@ results=$(mktemp)
 trap 'rm -f "$results"' EXIT
 
 failed=0
-# Runs a command and notes its figures under KEY and WHO. A run that fails is made once more (gloo
-# aborts now and then as its processes end); without figures then, too, it is missing from the
-# table, and the script ends with an error.
+# Runs a command and records its results under KEY and WHO. A failed run is repeated once (gloo
+# sometimes aborts when its processes end). If it fails again, it is missing from the table, and
+# the script ends with an error.
 measure() {
     local key=$1 who=$2 line # key: preset|dtype|ranks × threads
     shift 2
@@ -72,10 +73,10 @@ measure() {
 for preset in $presets; do for dtype in $dtypes; do
     # fp32 is what `megatron bench step` runs without a flag.
     [ "$dtype" = fp32 ] && precision=() || precision=("--$dtype")
-    # Samples of a step of one rank, there and here.
+    # Samples per step of one rank, in PyTorch and in this program.
     case $preset in gpt2-124m) micro=2 ;; *) micro=8 ;; esac
-    # The output matrix weighs as much as two layers of the small presets: stage 0 gets four of six,
-    # and the way of a microbatch through the last stage is long.
+    # The output matrix costs as much as two layers of the small presets, so stage 0 gets four of
+    # the six layers, and a microbatch takes long in the last stage.
     stages=(--pipeline-partition flops --delay-wgrad-compute --pipeline-extra-warmup 2)
     for _ in $(seq "$rounds"); do
         key="$preset|$dtype|1 × $threads"
@@ -98,7 +99,7 @@ for preset in $presets; do for dtype in $dtypes; do
                 dp) flags=(--data-parallel-size "$ranks" "${batch[@]}") ;;
                 tp) flags=(--tensor-model-parallel-size "$ranks" --sequence-parallel "${batch[@]}") ;;
                 cp) flags=(--context-parallel-size "$ranks" "${batch[@]}") ;;
-                # Microbatches enough to fill the pipeline.
+                # Enough microbatches to fill the pipeline.
                 pp) flags=(--pipeline-model-parallel-size "$ranks" "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1)) "${stages[@]}") ;;
                 *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp, cp"; exit 2 ;;
             esac
@@ -139,7 +140,7 @@ awk -F'|' '
         num_here = split("ours dp tp pp cp", kinds, " ")
         for (row = 1; row <= rows; row++) {
             key = order[row]
-            # The faster peer is the one that counts.
+            # The faster PyTorch variant counts.
             peer = ""
             for (p = 1; p <= num_peers; p++) if ((key, peers[p]) in rate)
                 if (peer == "" || median(rate[key, peers[p]]) > median(rate[key, peer])) peer = peers[p]

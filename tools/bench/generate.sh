@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Continues a prompt with a GPT-2 of 124 M parameters here and with Hugging Face transformers, in
-# turn, and prints tokens a second in Markdown.
+# Continues a prompt with a GPT-2 of 124 M parameters, with this program and with Hugging Face
+# transformers, in turn, and prints tokens per second in Markdown.
 #
 #   tools/bench/generate.sh
 #   DTYPES=fp32 TOKENS=64 ROUNDS=1 tools/bench/generate.sh
@@ -9,9 +9,9 @@
 #   DTYPES   precisions                         [fp32 bf16]
 #   TOKENS   new tokens                         [128]
 #   ROUNDS   runs of each, in turn; the medians count [3]
-#   THREADS  of either                          [cores]
-#   PYTHON   a Python that has torch and transformers; without it they are installed in target/bench-venv
-# Run it on a machine that does nothing else: whatever else runs is in the figures.
+#   THREADS  of each                            [cores]
+#   PYTHON   a Python with torch and transformers; without it they are installed in target/bench-venv
+# Run it on an idle machine: other programs distort the results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -44,7 +44,7 @@ ours() {
 theirs() {
     "$PYTHON" tools/bench/generate_hf.py run "$work/model" "$1" "$tokens" "$threads" 2>"$work/err"
 }
-# Notes what a run prints; one that fails says why.
+# Records what a run prints; a failed run shows its error.
 measure() {
     "$@" >>"$work/$1-$2" || {
         cat "$work/err" >&2

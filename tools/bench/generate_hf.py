@@ -1,9 +1,9 @@
-"""The peer of `megatron generate`: Hugging Face transformers, greedily, with its key/value cache.
+"""The program to compare `megatron generate` with: Hugging Face transformers, greedily, with its key/value cache.
 
-  python generate_hf.py make FOLDER                 # a GPT-2 of 124 M parameters with random weights, and a tokenizer of as many words
+  python generate_hf.py make FOLDER                 # a GPT-2 of 124 M parameters with random weights, and a tokenizer with the same number of words
   python generate_hf.py run FOLDER fp32 128 2       # dtype, new tokens, threads
 
-Prints tokens a second, the first of them (the prompt's) not counted.
+Prints tokens per second, without the first one, which is the prompt's.
 """
 
 import sys

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains the quickstart in fp32, bf16 (with Adam's moments in bf16, too) and fp16, and prints the
-# losses on validation data, and how far they are from those of fp32.
+# Trains the quickstart in fp32, bf16 (with Adam's moments in bf16 too) and fp16, and prints the
+# validation losses and their differences from fp32.
 #
 #   tools/bench/precision.sh                        about two minutes for each on 2 cores
 #

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# `megatron preprocess` and the tokenizers library's encode_batch_fast on the same text, on one core
-# each, alternating; prints a table in Markdown.
+# Compares `megatron preprocess` with the tokenizers library's encode_batch_fast on the same text,
+# on one core each, alternating; prints a Markdown table.
 #
 #   PYTHON=.venv/bin/python tools/bench/preprocess.sh      a Python with `tokenizers`
 #
 # Settings (environment):
 #   PYTHON    [python3]
-#   MB        of JSON lines: this repository's documents and sources, again and again    [40]
+#   MB        of JSON lines: this repository's documents and sources, repeated           [40]
 #   VOCAB     tokens of the vocabulary, trained on that text                             [8192]
 #   ROUNDS    runs of each; the fastest counts, and the median is given                  [5]
 #   CORE      the core to run on, with taskset                                           [0]
-# Ours reads and parses the file, tokenizes, and writes the dataset; theirs is timed without reading
-# or writing. Both meet the same words again and again, and remember them.
+# This program reads and parses the file, tokenizes, and writes the dataset; the library is timed
+# without reading or writing. Both see the same words repeatedly, and cache them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} mb=${MB:-40} vocab=${VOCAB:-8192} rounds=${ROUNDS:-5} core=${CORE:-0}
@@ -26,7 +26,7 @@ import json, subprocess, sys
 out, size = sys.argv[1], int(float(sys.argv[2]) * 1e6)
 files = [f for f in subprocess.run(["git", "ls-files", "*.rs", "*.md", "*.toml"], capture_output=True, text=True).stdout.split("\n") if f]
 texts = [open(f, encoding="utf-8").read() for f in files]
-# Text that spells a special token is text to us, and the token to them.
+# This program treats spelled-out special tokens as text, the library as tokens.
 lines = [json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts if "<|endoftext|>" not in t]
 with open(out, "w", encoding="utf-8") as to:
     written = 0

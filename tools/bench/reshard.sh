@@ -10,8 +10,8 @@
 #   LAYERS    layers of the model, 1.4 GB each with Adam's state     [3]
 #   ROUNDS    runs of each; the median counts                        [3]
 #   DIR       where files are made and removed again; needs 3 times the checkpoint's size  [target/bench-reshard]
-# Run it on a machine that does nothing else: whatever else runs is in the figures. Files that were
-# just read are in the page cache for both.
+# Run it on an idle machine: other programs distort the results. Recently read files are in the page
+# cache for both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -51,7 +51,7 @@ for _ in $(seq "$rounds"); do
     # shellcheck disable=SC2086  # several flags
     "$megatron" reshard "$dir/from" "$dir/to" $to >/dev/null &
     pid=$!
-    # The high-water mark only rises, so the last look sees all but what the last moments added.
+    # The high-water mark only rises, so the last sample misses only growth in the last moments.
     while mark=$(awk '/^VmHWM/ { print $2 }' "/proc/$pid/status" 2>/dev/null) && [ -n "$mark" ]; do
         if [ "$mark" -gt "$peak" ]; then peak=$mark; fi
         sleep 0.05

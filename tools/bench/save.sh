@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# How long checkpoints hold training up: a GPT of 86 M parameters (1 GB a checkpoint) trains 16
-# steps without any, with one every 5 steps that it waits for, and with --async-save. Counted is the
-# time from the first step's end to the last one's, in which three are saved.
+# Measures how long checkpoints delay training: a GPT of 86 M parameters (1 GB per checkpoint)
+# trains 16 steps without checkpoints, with one every 5 steps that it waits for, and with
+# --async-save. The measured time is from the end of the first step to the end of the last; three
+# checkpoints are saved in it.
 #
 #   tools/bench/save.sh                             a minute or two on 2 cores
 #

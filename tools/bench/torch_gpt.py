@@ -1,12 +1,12 @@
-"""The peer: one GPT or Llama training step in PyTorch, as a user would write it today.
+"""The program to compare with: one GPT or Llama training step in PyTorch, as a user would write it today.
 
   python torch_gpt.py --preset small --threads 2                                  # one process
   torchrun --nproc_per_node 2 torch_gpt.py --preset small --threads 1             # data parallel (gloo; NCCL on GPUs)
-  python torch_gpt.py --preset llama-1b-gpu --dtype bf16 --compile 1              # on a GPU, where there is one
+  python torch_gpt.py --preset llama-1b-gpu --dtype bf16 --compile 1              # on a GPU, if there is one
 
-Trains the presets of `megatron bench step` on random tokens and prints a line of the same form: tokens a second (median of the
+Trains the presets of `megatron bench step` on random tokens and prints a line of the same form: tokens per second (median of the
 timed steps, all ranks together), TFLOP/s, largest memory of a rank (resident, or allocated on its GPU), loss of the last step.
-Operations of a token: 6·N + 6·L·H·S, N without position embeddings and with the shared output matrix once (causal attention).
+Operations per token: 6·N + 6·L·H·S, N without position embeddings and with the shared output matrix once (causal attention).
 """
 
 import argparse

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make a CUDA 13 toolkit in DIR from the packages that NVIDIA publishes on PyPI, enough to build
-# `--features cuda` on a machine that has no GPU, no driver and no CUDA installation (and enough to
-# run on one that has a GPU and a driver).
+# Creates a CUDA 13 toolkit in DIR from NVIDIA's packages on PyPI. It is enough to build
+# `--features cuda` on a machine without a GPU, driver or CUDA installation, and to run on a machine
+# with a GPU and a driver.
 #
 #   tools/cuda/toolkit.sh DIR      # about 2 GB; does nothing if DIR is complete
 #   source DIR/env.sh              # CUDA_HOME, PATH and where compilers and linkers look
 #   cargo build --release --features cuda
 #
-# Needs python3 with venv, gcc and g++. Where NVIDIA's own toolkit is installed this is not needed:
+# Needs python3 with venv, gcc and g++. If NVIDIA's own toolkit is installed, this is not needed:
 # set CUDA_HOME.
 set -euo pipefail
 
@@ -46,14 +46,13 @@ done
 ln -sf "$cuda"/lib/*.a "$dir/lib64/"
 ln -sf "$nccl/include/nccl.h" "$dir/nccl.h"
 
-# Linking wants a libcuda, which comes with the driver only. This one has the names and nothing
-# else.
+# Linking needs a libcuda, which comes only with the driver. This one has only the symbol names.
 grep -ohE '\bcu[A-Z][A-Za-z0-9]*(_v[0-9]+)?(_pt[ds][sz])?\b' "$cuda/include/cuda.h" | sort -u |
   sed 's/.*/void &(void) {}/' >"$dir/libcuda.c"
 gcc -w -shared -fPIC -Wl,-soname,libcuda.so.1 -o "$dir/lib64/stubs/libcuda.so" "$dir/libcuda.c"
 
 "$dir/bin/nvcc" --version | tail -n 2
-# Written last: it says that the directory is complete.
+# Written last: it marks the directory as complete.
 cat >"$dir/env.sh" <<END
 export CUDA_HOME=$dir
 export CUDA_COMPUTE_CAP=\${CUDA_COMPUTE_CAP:-80} # of candle's own kernels, which later GPUs' drivers translate; those for 90 would run on Hopper alone

@@ -1,8 +1,8 @@
-//! The error of the command line: what a user reads last, and the exit code.
+//! The error of the command line: the last message to the user, and the exit code.
 
 use std::path::PathBuf;
 
-/// Why a command ends without having done its work.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Flags or settings that cannot be used.
@@ -39,8 +39,8 @@ impl Error {
         }
     }
 
-    /// Whether another try from the last checkpoint would end alike: a step has the same bits every
-    /// time.
+    /// Whether another try from the last checkpoint would fail again: steps are bitwise
+    /// reproducible.
     pub fn comes_again(&self) -> bool {
         matches!(self, Self::Run(megatron::Error::Diverged(_)))
     }

@@ -1,4 +1,4 @@
-//! How a process of this program says why it ends: as one line for a reader, or as data for its
+//! How a process of this program reports why it ends: as one line for the user, or as data for its
 //! supervisor.
 //!
 //! The supervisor gathers the faults of all ranks and prints one message. A fault travels as a line
@@ -12,12 +12,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-/// Set for ranks whose supervisor reads faults; tells who that is.
+/// Set for ranks with a supervisor that reads faults; identifies the supervisor.
 pub const SUPERVISED: &str = "MEGATRON_SUPERVISED";
 /// The value of [`SUPERVISED`] for the supervisor of one of several machines: their launcher is at
 /// the other end of its standard streams.
 pub const OVER_STDIN: &str = "stdin";
-/// The exit code after a panic, as Rust's runtime has it.
+/// The exit code after a panic, as in Rust's runtime.
 pub const PANICKED: u8 = 101;
 /// ASCII "record separator".
 const MARK: char = '\u{1e}';
@@ -27,11 +27,11 @@ static REPORTED: AtomicBool = AtomicBool::new(false);
 /// Why a rank ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// What, where, what to do.
+    /// What is wrong, where, and what to do.
     pub message: String,
     /// Whether the rank failed only because another one did.
     pub blames_a_peer: bool,
-    /// Whether another try would end alike.
+    /// Whether another try would fail again.
     #[serde(default)]
     pub comes_again: bool,
 }
@@ -42,13 +42,13 @@ impl Fault {
         serde_json::from_str(line.strip_prefix(MARK)?).ok()
     }
 
-    /// The line that holds it.
+    /// The fault as a line.
     pub fn to_line(&self) -> Option<String> {
         serde_json::to_string(self).ok().map(|json| format!("{MARK}{json}"))
     }
 
     fn write(&self) {
-        // A process tells one reason: the first, which the others usually follow from.
+        // A process reports only its first fault, because later ones usually follow from it.
         if REPORTED.swap(true, Ordering::SeqCst) {
             return;
         }
@@ -56,14 +56,14 @@ impl Fault {
             (Some(_), Some(line)) => format!("{line}\n"),
             _ => format!("error: {}\n", self.message),
         };
-        // If standard error is gone there is nobody left to tell.
+        // If standard error is closed, nobody can be told.
         let _ = std::io::stderr().lock().write_all(line.as_bytes());
     }
 }
 
-/// Tells whoever looks at the run a line.
+/// Prints a line for the user.
 pub fn tell(line: &str) {
-    // If standard error is gone there is nobody left to tell.
+    // If standard error is closed, nobody can be told.
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
@@ -73,17 +73,16 @@ pub fn report(error: &Error) {
     Fault { message, blames_a_peer, comes_again: error.comes_again() }.write();
 }
 
-/// Ends this process at once, as one that failed: destructors and what libraries do at a process's
-/// exit are left out. Of CUDA and NCCL these may hang after a failure, or meet threads that still
-/// use what they take away. Nothing is lost by it: files are written through before a failure is
-/// reported, and what was printed is flushed here.
+/// Ends this process at once after a failure, without destructors and exit handlers. After a
+/// failure, those of CUDA and NCCL may hang, or free resources that threads still use. Nothing is
+/// lost: files are synced before a failure is reported, and output is flushed here.
 pub fn leave(code: u8) -> ! {
-    // If standard output is gone there is nobody left to tell.
+    // If standard output is closed, nobody can be told.
     let _ = std::io::stdout().flush();
     signal_hook::low_level::exit(i32::from(code))
 }
 
-/// Turns panics, which are bugs of ours, into one line.
+/// Turns panics, which are bugs of this program, into one line.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
         Fault { message: describe(info), blames_a_peer: false, comes_again: false }.write();

@@ -1,4 +1,4 @@
-//! What reads files from outside, for fuzzing (`tests/fuzz`).
+//! Entry points for fuzzing the parsers of input files (`tests/fuzz`).
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::cli::run_file;
 use crate::commands::preprocess::documents::Pieces;
 use crate::commands::preprocess::input::Input;
 
-/// Documents that are read of one input: a few bytes may be any number of empty ones.
+/// Most documents to read from one input: a few bytes can encode any number of empty documents.
 const MOST: usize = 2000;
 
 /// Reads a run file.

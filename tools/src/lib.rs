@@ -8,6 +8,7 @@ mod fault;
 pub mod fuzz;
 mod inference;
 mod launch;
+mod pictures;
 mod ranks;
 mod report;
 mod signals;
@@ -21,7 +22,7 @@ use cli::Stop;
 use commands::Request;
 use error::Error;
 
-/// The program: reads the command line, and returns the code to end with if it has done its work.
+/// Runs the program: reads the command line, runs the command, and returns the exit code.
 pub fn main() -> ExitCode {
     fault::install_panic_hook();
     launch::started();
@@ -47,6 +48,7 @@ fn run() -> error::Result<u8> {
     match commands::parse(&words) {
         Ok(Request::Pretrain(settings)) => commands::pretrain::run(&settings),
         Ok(Request::Launch(launch)) => commands::launch::run(&launch),
+        Ok(Request::Timeline(args, settings)) => commands::timeline::run(&args, &settings),
         Ok(Request::Preprocess(args)) => commands::preprocess::run(&args),
         Ok(Request::Tokenizer(args)) => commands::preprocess::run_tokenizer(&args),
         Ok(Request::Import(args)) => commands::convert::import(&args),
@@ -74,11 +76,11 @@ fn run() -> error::Result<u8> {
     }
 }
 
-/// Why what was printed did not arrive.
+/// The error that kept output from being written.
 static UNPRINTED: OnceLock<std::io::Error> = OnceLock::new();
 
-/// Prints a line; a reader that went away is no reason to stop, nor is anything else, but the
-/// program then ends with an error.
+/// Prints a line. If that fails, the program continues but ends with an error; a closed reader is
+/// not an error.
 fn print_line(text: &str) {
     writeln!(std::io::stdout(), "{text}").unwrap_or_else(unprinted);
 }

@@ -13,21 +13,21 @@ use signal_hook::low_level::pipe;
 use crate::error::{Error, Result};
 use crate::launch::{STOP_SIGNALS, is_ignored, signal_name};
 
-/// What the signals so far ask for.
+/// The state of the signals so far.
 #[derive(Clone, Debug)]
 pub struct StopSignal {
-    /// Set once the run shall save and stop.
+    /// Set once the run is to save and stop.
     pub flag: Arc<AtomicBool>,
     signal: Arc<AtomicUsize>,
-    /// What they bring about, where this process is to say it, and whether it has.
+    /// The effect of the signals, if this process is to print it.
     does: Option<&'static str>,
     told: Arc<AtomicBool>,
 }
 
 impl StopSignal {
-    /// Takes [`STOP_SIGNALS`], unless they are ignored, as wishes to stop; SIGINT after one of them
-    /// ends the process at once. The first is answered by a line on stderr, of what it brings about
-    /// (`does`), at once: a step may take long.
+    /// Treats [`STOP_SIGNALS`], unless they are ignored, as requests to stop; SIGINT after one of
+    /// them ends the process at once. The first signal is answered immediately by a line on stderr
+    /// with its effect (`does`), because a step may take long.
     ///
     /// # Errors
     /// If the operating system refuses.
@@ -43,7 +43,7 @@ impl StopSignal {
                 flag::register_conditional_shutdown(SIGINT, 128 + SIGINT, Arc::clone(&stop.flag))?;
             }
             for &signal in &signals {
-                // systemd sends SIGHUP after another, which is what the run was stopped by.
+                // systemd sends SIGHUP after another signal; that one stopped the run.
                 if signal != SIGHUP {
                     flag::register_usize(signal, Arc::clone(&stop.signal), signal as usize)?;
                 }
@@ -59,7 +59,7 @@ impl StopSignal {
         Ok(stop)
     }
 
-    /// Starts a thread that says what the first of `signals` brings about.
+    /// Starts a thread that prints the effect of the first of `signals`.
     fn tell_at_once(&self, signals: &[i32]) -> std::io::Result<()> {
         let (mut woken, waker) = UnixStream::pair()?;
         for &signal in signals {
@@ -74,15 +74,15 @@ impl StopSignal {
         Ok(())
     }
 
-    /// Says what the signal that came brings about, if that was not said yet.
+    /// Prints the effect of the received signal, if not yet done.
     pub fn tell(&self) {
         if let (Some(does), Some(signal)) = (self.does, self.signal())
             && !self.told.swap(true, Ordering::SeqCst)
         {
-            // Over the bar of a terminal, which is drawn again.
+            // Overwrites a terminal's progress bar, which is drawn again.
             let start = if std::io::stderr().is_terminal() { "\r\x1b[2K" } else { "" };
             let signal = signal_name(signal.into());
-            // Nobody may be there to read it.
+            // Standard error may be closed.
             let _ =
                 writeln!(std::io::stderr(), "{start}{signal}: {does}; Ctrl-C now stops at once");
         }
@@ -93,10 +93,10 @@ impl StopSignal {
         128 + self.signal().unwrap_or(SIGTERM as u8)
     }
 
-    /// That of a run: the signal is the one of whichever rank it came to, alike on all, so that a
-    /// script that looks at the code of any of them knows. Collective over `world`.
+    /// The exit code of a run: 128 + the signal, the same on all ranks, whichever rank received it.
+    /// A script can look at any rank's code. Collective over `world`.
     pub fn exit_code_of_run(&self, world: &Group) -> u8 {
-        // SIGTERM is also how a supervisor passes another one on.
+        // A supervisor passes other signals on as SIGTERM.
         let mine = self.signal().unwrap_or(0);
         let all = world.all_gather_bytes(&[mine]).unwrap_or_else(|_| vec![vec![mine]]);
         let told =
@@ -104,7 +104,7 @@ impl StopSignal {
         128 + told.min_by_key(|signal| i32::from(*signal) == SIGTERM).unwrap_or(SIGTERM as u8)
     }
 
-    /// What this rank was stopped by, if it was told.
+    /// The signal that stopped this rank, if any.
     fn signal(&self) -> Option<u8> {
         match self.signal.load(Ordering::SeqCst) {
             0 => self.flag.load(Ordering::SeqCst).then_some(SIGHUP as u8),

@@ -1,9 +1,10 @@
-//! Saving while training goes on (Megatron-LM's `--async-save`): the state is copied, and a thread
-//! of each rank writes the copy.
+//! Saving while training continues (Megatron-LM's `--async-save`): the state is copied, and a
+//! thread of each rank writes the copy.
 //!
-//! What ranks have to agree on is agreed where they meet anyway, by the threads that train: that
-//! everything is ready to be written, and, when all have written, that it makes a whole, which then
-//! appears as [`super::save`] has it appear. Until then earlier checkpoints are what there is.
+//! The training threads do all synchronization between ranks, at points where they meet anyway:
+//! before writing, that everything is ready; after all have written, that the checkpoint is
+//! complete. It then appears in the same way as with [`super::save`]. Until then, only earlier
+//! checkpoints are visible.
 
 use std::path::Path;
 use std::thread::{self, JoinHandle};
@@ -15,22 +16,22 @@ use crate::comm::Group;
 use crate::params::{ShardRef, snapshot};
 use crate::{Error, Result};
 
-/// A checkpoint that is being written. Dropped, it waits until this rank has written, and nothing
-/// appears.
+/// A checkpoint that is being written. If dropped, it waits until this rank has written, and no
+/// checkpoint appears.
 pub struct Saving {
     names: Names,
     iteration: u64,
     state: serde_json::Value,
-    /// None once it was waited for.
+    /// None after it was joined.
     writer: Option<Result<JoinHandle<Result<Written>>>>,
 }
 
-/// Begins to save a checkpoint as [`super::save`] does: when it returns, `shards` may change.
+/// Starts to save a checkpoint like [`super::save`]. When it returns, `shards` may change.
 /// Collective over `world`.
 ///
 /// # Errors
-/// As [`super::save`], where the checkpoint cannot be begun; what goes wrong on one rank from then
-/// on, [`Saving::finish`] tells all of them.
+/// As [`super::save`], if the checkpoint cannot be started. [`Saving::finish`] reports later
+/// failures to all ranks.
 pub fn begin(
     dir: &Path,
     iteration: u64,
@@ -64,7 +65,8 @@ impl Saving {
             .is_none_or(|writer| writer.as_ref().map_or(true, JoinHandle::is_finished))
     }
 
-    /// Waits until every rank has written, and lets the checkpoint appear. Collective over `world`.
+    /// Waits until every rank has written, then makes the checkpoint appear. Collective over
+    /// `world`.
     ///
     /// # Errors
     /// As [`super::save`].
@@ -92,7 +94,7 @@ impl Saving {
 
 impl Drop for Saving {
     fn drop(&mut self) {
-        // The folder is this run's as long as something is written to it.
+        // The lock on the folder must last as long as something is written to it.
         if self.writer.is_some() {
             let _ = self.wait();
         }

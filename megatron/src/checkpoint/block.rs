@@ -1,13 +1,12 @@
-//! Boxes of a tensor: how flat ranges decompose into them, how two of them overlap, whether a set
-//! covers a tensor.
+//! Boxes of a tensor: splits flat ranges into boxes, computes overlaps, and checks that a set of
+//! boxes covers a tensor.
 //!
-//! Everything here is arithmetic on indices that were checked to lie within the tensor; nothing
-//! allocates by extent.
+//! Everything here is arithmetic on indices that were checked to be within the tensor; no
+//! allocation depends on an extent.
 
 use std::ops::Range;
 
-/// A full box of a tensor whose elements lie in row-major order from `start` on in some linear
-/// data.
+/// A full box of a tensor, stored in row-major order from index `start` of some linear data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Block {
     /// First index in each dimension of the tensor.
@@ -18,7 +17,7 @@ pub(super) struct Block {
     pub start: usize,
 }
 
-/// Elements that two linear data have in common: `len` of them from `src` and from `dst` on.
+/// Elements that two linear data share: `len` elements, from `src` on and from `dst` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
     pub src: usize,
@@ -31,8 +30,8 @@ pub(super) fn volume(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, &extent| product.checked_mul(extent))
 }
 
-/// Why (`offset`, `shape`, `flat`) is not a part of a tensor of shape `global`; `None` if it is
-/// one.
+/// The reason why (`offset`, `shape`, `flat`) is not a part of a tensor of shape `global`; `None`
+/// if it is.
 pub(super) fn misfit(
     global: &[usize],
     offset: &[usize],
@@ -41,14 +40,14 @@ pub(super) fn misfit(
 ) -> Option<String> {
     if offset.len() != global.len() || shape.len() != global.len() {
         return Some(format!(
-            "a box at {offset:?} of shape {shape:?} has another rank than the tensor's {global:?}"
+            "a box at {offset:?} of shape {shape:?} has a different number of dimensions than the tensor's {global:?}"
         ));
     }
     let inside = (0..global.len())
         .all(|d| offset[d].checked_add(shape[d]).is_some_and(|end| end <= global[d]));
     if !inside {
         return Some(format!(
-            "a box at {offset:?} of shape {shape:?} leaves the tensor's {global:?}"
+            "a box at {offset:?} of shape {shape:?} exceeds the tensor's {global:?}"
         ));
     }
     match volume(shape) {
@@ -71,7 +70,7 @@ pub(super) fn blocks(
     let mut blocks = Vec::new();
     let mut at = flat.start;
     while at < flat.end {
-        // The outermost dimension whose whole slices start here and fit into what is left.
+        // Find the outermost dimension with whole slices that start here and fit into the rest.
         let mut dim = shape.len();
         let mut slice = 1; // elements of a slice along `dim - 1`
         while dim > 1 {
@@ -139,19 +138,19 @@ impl Block {
         self.intersection(other).map_or(0, |(_, shape)| shape.iter().product())
     }
 
-    /// The place in the data of the element at `index` of the tensor.
+    /// The position in the data of the element at `index` of the tensor.
     fn place(&self, index: &[usize]) -> usize {
         let within =
             (0..index.len()).fold(0, |at, d| at * self.shape[d] + (index[d] - self.offset[d]));
         self.start + within
     }
 
-    /// Calls `f` with the longest contiguous runs that this block (as source) and `other` (as
-    /// destination) share.
+    /// Calls `f` with the longest contiguous runs shared by this block (as source) and `other` (as
+    /// destination).
     pub fn for_each_run(&self, other: &Block, mut f: impl FnMut(Run)) {
         let Some((offset, shape)) = self.intersection(other) else { return };
-        // Trailing dimensions that both blocks hold whole are contiguous in both, and so is the
-        // dimension before them.
+        // Trailing dimensions that both blocks hold completely are contiguous in both, and so is
+        // the dimension before them.
         let mut inner = shape.len();
         while inner > 0
             && shape[inner - 1] == self.shape[inner - 1]
@@ -177,7 +176,7 @@ impl Block {
 /// block's origin.
 ///
 /// # Errors
-/// A sentence saying what overlaps, or how many elements nothing covers.
+/// A sentence that says what overlaps, or how many elements are not covered.
 pub(super) fn check_cover(
     numel: usize,
     blocks: &[Block],
@@ -205,7 +204,7 @@ pub(super) fn check_cover(
     match numel.checked_sub(covered) {
         Some(0) => Ok(()),
         Some(missing) => Err(format!("nothing holds {missing} of its {numel} elements")),
-        None => Err(format!("{covered} elements are held, but it has {numel}")),
+        None => Err(format!("{covered} of its {numel} elements are held")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which checkpoint a run goes on from, and which later ones it finds in the folder that it saves
+//! Chooses the checkpoint that a run resumes from, and finds later ones in the folder that it saves
 //! to.
 
 use std::fs;
@@ -11,11 +11,12 @@ use super::folder::{
 use crate::Result;
 use crate::config::{CheckpointConfig, Takes};
 
-/// The folder of the checkpoint that a run of these settings goes on from; none where it starts
-/// afresh.
+/// The folder of the checkpoint that a run with these settings resumes from; `None` if it starts
+/// fresh.
 ///
 /// # Errors
-/// As [`resumable`], or if the one of `ckpt_step` is not there; the message has those that are.
+/// As [`resumable`], or if the checkpoint of `ckpt_step` does not exist; the message lists the
+/// existing ones.
 pub fn to_load(config: &CheckpointConfig) -> Result<Option<PathBuf>> {
     match (&config.load, config.ckpt_step) {
         (None, _) => Ok(None),
@@ -24,7 +25,7 @@ pub fn to_load(config: &CheckpointConfig) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Checkpoints of a run that another one goes back on.
+/// Checkpoints of later steps than the one that a run goes back to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Later {
     /// The iteration of the latest, as the folder's pointer names it.
@@ -33,8 +34,8 @@ pub struct Later {
     pub iterations: Vec<u64>,
 }
 
-/// The checkpoints in the folder to save to that are beyond `iteration`, which is loaded from
-/// `path` in that folder; none where there are none.
+/// The checkpoints later than `iteration` in the folder to save to, if `path`, the one to load, is
+/// in that folder. `None` if there are none.
 ///
 /// # Errors
 /// If a folder cannot be listed.
@@ -51,8 +52,7 @@ pub fn later(config: &CheckpointConfig, path: &Path, iteration: u64) -> Result<O
     Ok((!iterations.is_empty()).then_some(Later { latest, iterations }))
 }
 
-/// What tells whether a checkpoint was saved into `dir` since this was asked last: each save makes
-/// the pointer anew.
+/// A value that changes with each save into `dir`: each save creates a new pointer file.
 pub fn last_save(dir: &Path) -> String {
     match fs::metadata(dir.join(POINTER)) {
         Ok(pointer) => format!("{}.{}.{}", pointer.ino(), pointer.mtime(), pointer.mtime_nsec()),

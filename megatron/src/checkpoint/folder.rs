@@ -1,5 +1,5 @@
-//! Names in a checkpoint folder, the pointer to the latest checkpoint, and how one appears whole or
-//! not at all.
+//! File names in a checkpoint folder, the pointer to the latest checkpoint, and the atomic commit
+//! of a checkpoint.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,11 +12,11 @@ use crate::{Error, Result, files};
 
 pub(super) const POINTER: &str = "latest_checkpointed_iteration.txt";
 const POINTER_TEMP: &str = ".latest_checkpointed_iteration.txt.tmp";
-/// Longer pointers are not iterations.
+/// Longer pointer files are not iterations.
 const MAX_POINTER_BYTES: u64 = 64;
-/// Iterations that a message lists.
+/// Most iterations that a message lists.
 const SHOWN_ITERATIONS: usize = 10;
-/// Other checkpoints that a message about a damaged one lists.
+/// Most alternatives that a message about a damaged checkpoint lists.
 const SHOWN_OTHERS: usize = 2;
 
 /// The checkpoint that the pointer names.
@@ -32,11 +32,12 @@ pub struct Latest {
 pub(super) struct Names {
     dir: PathBuf,
     iteration: u64,
-    /// Where it is in the end.
+    /// Its final folder.
     pub target: PathBuf,
-    /// Where it is written.
+    /// The temporary folder that it is written to.
     pub temp: PathBuf,
-    /// Where an older one of the same iteration waits until the new one is in place.
+    /// The folder where an older checkpoint of the same iteration is set aside until the new one is
+    /// in place.
     aside: PathBuf,
 }
 
@@ -48,7 +49,7 @@ impl Names {
         Self { dir: dir.to_path_buf(), iteration, target, temp, aside }
     }
 
-    /// Makes an empty temporary folder, after removing what killed runs left.
+    /// Creates an empty temporary folder, after removing leftovers of killed runs.
     pub fn prepare(&self) -> Result<()> {
         fs::create_dir_all(&self.dir).map_err(|e| Error::io("create", &self.dir, e))?;
         self.remove_leftovers()?;
@@ -72,18 +73,17 @@ impl Names {
         Ok(())
     }
 
-    /// Removes the temporary folder, as far as the system lets us: what stays is removed by the
-    /// next save.
+    /// Removes the temporary folder, ignoring errors: the next save removes the rest.
     pub fn discard(&self) {
         let _ = fs::remove_dir_all(&self.temp);
         let _ = fs::remove_file(self.dir.join(POINTER_TEMP));
     }
 
-    /// Moves the complete temporary folder into place, and the pointer to it. After an error
-    /// everything is as before, but for the temporary folder.
+    /// Moves the complete temporary folder into place, then points the pointer to it. After an
+    /// error, only the temporary folder has changed.
     pub fn commit(&self) -> Result<()> {
         sync_folder(&self.temp)?;
-        // Everything that needs space comes before the first rename.
+        // All writes that need disk space come before the first rename.
         let (pointer, pointer_temp) = (self.dir.join(POINTER), self.dir.join(POINTER_TEMP));
         write_synced(&pointer_temp, format!("{}\n", self.iteration).as_bytes())?;
         let replaces = self.target.exists();
@@ -98,7 +98,7 @@ impl Names {
                 fs::rename(&pointer_temp, &pointer).map_err(|e| Error::io("update", &pointer, e))
             });
         if let Err(error) = moved {
-            // Back to where everything was; a failure here leaves what the next save cleans up.
+            // Undo the renames; if this fails, the next save cleans up.
             let _ = fs::rename(&self.target, &self.temp);
             if replaces {
                 let _ = fs::rename(&self.aside, &self.target);
@@ -107,7 +107,7 @@ impl Names {
         }
         sync_folder(&self.dir)?;
         if replaces {
-            let _ = fs::remove_dir_all(&self.aside); // a leftover is removed by the next save
+            let _ = fs::remove_dir_all(&self.aside); // the next save removes a leftover
         }
         Ok(())
     }
@@ -118,12 +118,12 @@ pub fn iteration_dir(dir: &Path, iteration: u64) -> PathBuf {
     Names::new(dir, iteration).target
 }
 
-/// The folder of the checkpoint that `path` means: `path` itself if it is one (`…/iter_0000100`),
-/// else that of `iteration` in it, else the one its pointer names, else, where there is no pointer,
-/// the only one.
+/// The folder of the checkpoint that `path` means: `path` itself if it is a checkpoint
+/// (`…/iter_0000100`); else the one of `iteration` in it; else the one that its pointer names;
+/// else, without a pointer, its only checkpoint.
 ///
 /// # Errors
-/// If there is no such checkpoint. Where there are several and no pointer, it names their
+/// If there is no such checkpoint. With several checkpoints and no pointer, the error lists their
 /// iterations.
 pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     let is_one = |folder: &Path| folder.join(MANIFEST).exists();
@@ -132,7 +132,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             None => Ok(path.to_path_buf()),
             Some(_) => Err(Error::checkpoint(
                 path,
-                "is one iteration's folder; name the folder around it, or no iteration",
+                "is the folder of one iteration; give its parent folder, or leave the iteration out",
             )),
         };
     }
@@ -142,7 +142,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
             if is_one(&folder) {
                 return Ok(folder);
             }
-            Err(Error::checkpoint(&folder, format!("is not there; {}", those_in(path)?)))
+            Err(Error::checkpoint(&folder, format!("does not exist; {}", those_in(path)?)))
         }
         None => match latest(path)? {
             Some(latest) => Ok(latest.path),
@@ -151,7 +151,7 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                     path,
                     match Found::at(path) {
                         None | Some(Found::Ours) => {
-                            format!("holds no checkpoint: it has neither {POINTER} nor {MANIFEST}")
+                            format!("holds no checkpoint: {POINTER} and {MANIFEST} are missing")
                         }
                         Some(Found::Missing)
                             if path
@@ -167,8 +167,8 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
                 [only] => Ok(iteration_dir(path, *only)),
                 all => {
                     let message = format!(
-                        "has no {POINTER}, and checkpoints of the iterations {}; name the folder of one of them, or write its \
-                         number into that file",
+                        "has no {POINTER}, but checkpoints of the iterations {}; give the folder \
+                         of one of them, or write its number into that file",
                         listed(all)
                     );
                     Err(Error::checkpoint(path, message))
@@ -178,30 +178,30 @@ pub fn locate(path: &Path, iteration: Option<u64>) -> Result<PathBuf> {
     }
 }
 
-/// Iterations as a message lists them: the latest first, and not all of many.
+/// Iterations as a message lists them: the latest first, shortened if there are many.
 fn listed(iterations: &[u64]) -> String {
     let shown: Vec<String> =
         iterations.iter().rev().take(SHOWN_ITERATIONS).map(u64::to_string).collect();
     format!("{}{}", shown.join(", "), if iterations.len() > SHOWN_ITERATIONS { ", …" } else { "" })
 }
 
-/// What there is in `dir` instead of a checkpoint that is not.
+/// Describes the checkpoints in `dir`, for an error about a missing one.
 fn those_in(dir: &Path) -> Result<String> {
     Ok(match iterations(dir)?.as_slice() {
         [] => format!("{} holds no checkpoint", dir.display()),
-        all => format!("there are checkpoints of the iterations {}", listed(all)),
+        all => format!("existing iterations are {}", listed(all)),
     })
 }
 
-/// The folder of the checkpoint that a run given `path` goes on from, found as [`locate`] does;
-/// `None` where `path` is no checkpoint and holds none, so that a run starts afresh.
+/// The folder of the checkpoint that a run with `path` resumes from, found as by [`locate`]; `None`
+/// if `path` neither is nor holds a checkpoint, so that a run starts fresh.
 ///
 /// # Errors
-/// If there are checkpoints, but not the one that is meant: a run that starts afresh would lose
-/// them. If there is a model of another program: somebody wants to start from that.
+/// If there are checkpoints but not the requested one, because a fresh run would replace them. If
+/// there is a model of another program, because the user wants to start from it.
 pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    // Only a save makes a folder of such a name: one that is missing or empty is a mistake.
+    // Only a save creates a folder with such a name, so a missing or empty one is a mistake.
     if is_iteration(name) || holds_any(path)? {
         return locate(path, None).map(Some);
     }
@@ -213,7 +213,7 @@ pub fn resumable(path: &Path) -> Result<Option<PathBuf>> {
     }
 }
 
-/// A checkpoint in `dir`: the one that the pointer names, else any, finished or set aside.
+/// A checkpoint in `dir`: the one that the pointer names, otherwise any, finished or set aside.
 ///
 /// # Errors
 /// As [`latest`], or if `dir` cannot be listed.
@@ -224,11 +224,11 @@ pub fn existing(dir: &Path) -> Result<Option<PathBuf>> {
     })
 }
 
-/// The folder around that of one checkpoint, `path` (`…/iter_0000100`): there lies what belongs to
-/// all of them, such as a tokenizer.
+/// The parent folder of one checkpoint, `path` (`…/iter_0000100`). It holds files that belong to
+/// all checkpoints, such as a tokenizer.
 ///
 /// # Errors
-/// If `path` is not there.
+/// If `path` does not exist.
 pub fn checkpoints_folder(path: &Path) -> Result<PathBuf> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(parent) = path.parent().filter(|_| is_iteration(name)) {
@@ -238,14 +238,14 @@ pub fn checkpoints_folder(path: &Path) -> Result<PathBuf> {
             parent.to_path_buf()
         });
     }
-    // `.`, or a link of another name: what is around it says nothing.
+    // `.`, or a link with another name, whose parent folder is unrelated.
     let real = fs::canonicalize(path).map_err(|e| Error::io("find", path, e))?;
     Ok(real.parent().unwrap_or(&real).to_path_buf())
 }
 
-/// Whether two paths name one folder, however they are written.
+/// Whether two paths name the same folder, however they are written.
 pub fn same_folder(a: &Path, b: &Path) -> bool {
-    // As they are written, too: neither may be there yet.
+    // Also compares the paths as written, because neither may exist yet.
     let written =
         |path: &Path| std::path::absolute(path).map(|path| path.components().collect::<PathBuf>());
     a == b
@@ -253,7 +253,7 @@ pub fn same_folder(a: &Path, b: &Path) -> bool {
         || fs::canonicalize(a).is_ok_and(|a| fs::canonicalize(b).is_ok_and(|b| a == b))
 }
 
-/// Whether `name` is that of a finished checkpoint's folder.
+/// Whether `name` is the name of a finished checkpoint's folder.
 fn is_iteration(name: &str) -> bool {
     name.strip_prefix("iter_").is_some_and(|digits| digits.parse::<u64>().is_ok())
 }
@@ -284,8 +284,8 @@ pub fn iterations(dir: &Path) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// What to do about a checkpoint `folder` that is damaged: use another one, such as those beside
-/// it, the latest first.
+/// The advice for a damaged checkpoint `folder`: use another one, such as those beside it, the
+/// latest first.
 pub(super) fn use_another(folder: &Path) -> String {
     let beside = folder.parent().map_or_else(Vec::new, |dir| iterations(dir).unwrap_or_default());
     let dir = folder.parent().unwrap_or(folder);
@@ -298,11 +298,11 @@ pub(super) fn use_another(folder: &Path) -> String {
         others.take(SHOWN_OTHERS).map(|other| other.display().to_string()).collect();
     match shown.as_slice() {
         [] => "use another checkpoint".into(),
-        shown => format!("use another checkpoint, such as {}", shown.join(" or ")),
+        shown => format!("use another checkpoint, for example {}", shown.join(" or ")),
     }
 }
 
-/// Whether `dir` holds a checkpoint, though the pointer may name none.
+/// Whether `dir` holds a checkpoint, even if the pointer names none.
 ///
 /// # Errors
 /// If `dir` cannot be listed.
@@ -331,13 +331,13 @@ pub(super) fn any_checkpoint(dir: &Path) -> Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Asserts that there is nothing in `dir` that a new checkpoint beside it would replace, or take
-/// the pointer from.
+/// Refuses a `dir` that holds a checkpoint, because a new one would replace it or take over the
+/// pointer.
 pub(super) fn refuse_checkpoint(dir: &Path) -> Result<()> {
     match any_checkpoint(dir)? {
         None => Ok(()),
-        // It may be what is read, so nobody is told to remove it.
-        Some(path) => Err(Error::checkpoint(&path, "is there already; write to a new folder")),
+        // It may be the checkpoint being read, so the message does not suggest removing it.
+        Some(path) => Err(Error::checkpoint(&path, "already exists; write to a new folder")),
     }
 }
 
@@ -348,11 +348,11 @@ fn hidden(name: &str) -> Option<(u64, &str)> {
     ours.then_some((digits.parse().ok()?, suffix))
 }
 
-/// The checkpoint to resume from: the one that the pointer in `dir` names; `None` where there is no
+/// The checkpoint to resume from: the one that the pointer in `dir` names; `None` if there is no
 /// pointer (or no `dir`), that is, nothing was saved.
 ///
 /// # Errors
-/// If the pointer is not an iteration, names a checkpoint that is not there, or cannot be read.
+/// If the pointer is not an iteration, names a missing checkpoint, or cannot be read.
 pub fn latest(dir: &Path) -> Result<Option<Latest>> {
     let pointer = dir.join(POINTER);
     let text = match files::read(&pointer, MAX_POINTER_BYTES) {
@@ -366,16 +366,16 @@ pub fn latest(dir: &Path) -> Result<Option<Latest>> {
             return Error::checkpoint(dir, Found::MegatronLm.advice(dir));
         }
         let message = format!(
-            "should hold the number of an iteration, but holds {:?}; write one into it",
+            "should hold the number of an iteration, but holds {:?}; write a number into it",
             text.trim()
         );
         Error::checkpoint(&pointer, message)
     })?;
     let names = Names::new(dir, iteration);
-    // A run that was killed while it replaced this very checkpoint left the older one aside.
+    // A run that was killed while replacing this checkpoint left the older one set aside.
     let path = [names.target.clone(), names.aside].into_iter().find(|path| path.is_dir()).ok_or_else(|| {
         let message = format!(
-            "is not there, though {} names iteration {iteration}; write the number of an existing one into it",
+            "is missing, although {} names iteration {iteration}; write the number of an existing iteration into that file",
             pointer.display()
         );
         Error::checkpoint(&names.target, message)

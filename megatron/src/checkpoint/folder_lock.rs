@@ -1,8 +1,8 @@
-//! One run at a time saves into a folder: two would remove each other's half-written checkpoints
-//! and move one pointer.
+//! Lets only one run at a time save into a folder: two runs would remove each other's half-written
+//! checkpoints and move the same pointer.
 //!
-//! The lock is the operating system's (`flock`, of the folder itself, so that no file is left): it
-//! ends with the process that holds it, however that dies.
+//! The lock is the operating system's (`flock` on the folder itself, so that no file is left). It
+//! ends with the process that holds it, however that process dies.
 
 use std::fs::{self, File, TryLockError};
 use std::io::ErrorKind;
@@ -15,32 +15,32 @@ use crate::comm::Group;
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// How long a file that one machine made may be unseen on another one.
+/// How long a file created on one machine may be invisible on another.
 const MOST_DELAY: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
 
-/// What the name of a file begins with that rank 0 shows the others.
+/// Name prefix of the file that rank 0 creates for the other ranks to find.
 const MARK: &str = ".seen-by-all-ranks-";
 
-/// The right to save into a folder, held until dropped. Rank 0 has the lock for all ranks.
+/// The right to save into a folder, held until dropped. Rank 0 holds the lock for all ranks.
 #[derive(Debug)]
 pub struct FolderLock {
     dir: PathBuf,
-    /// The folder itself, wherever its path leads later; locked, unless the file system knows no
-    /// locks.
+    /// The open folder, independent of later changes to its path; locked if the file system
+    /// supports locks.
     folder: Option<File>,
 }
 
 impl FolderLock {
-    /// Whether `dir`, as it is written, is what was locked.
+    /// Whether `dir`, as written, is the locked path.
     pub fn is_of(&self, dir: &Path) -> bool {
         self.dir == dir
     }
 
-    /// Sees to it that the path still leads to the folder that was locked: one that was moved or
-    /// replaced meanwhile would mix two runs' checkpoints. Collective over `world`.
+    /// Checks that the path still leads to the locked folder: saving into a moved or replaced
+    /// folder would mix two runs' checkpoints. Collective over `world`.
     ///
     /// # Errors
-    /// On every rank, if it leads elsewhere, or nowhere.
+    /// On every rank, if the path leads elsewhere or nowhere.
     pub fn require_in_place(&self, world: &Group) -> Result<()> {
         let refusal = self.folder.as_ref().and_then(|folder| {
             let there = fs::metadata(&self.dir).map(|there| (there.dev(), there.ino()));
@@ -48,27 +48,27 @@ impl FolderLock {
             let what = match (mine, there) {
                 (Ok(mine), Ok(there)) if mine == there => return None,
                 (_, Err(error)) if error.kind() == ErrorKind::NotFound => "is gone",
-                (_, Err(_)) => "cannot be found any more",
-                _ => "is another folder now",
+                (_, Err(_)) => "cannot be found",
+                _ => "is now a different folder",
             };
             Some(format!(
-                "{what}: the folder that this run saves into was moved, removed or replaced while it went on, and nothing was saved to its place; \
-                 put it back, or go on from its last checkpoint with --load and --save where it is now"
+                "{what}: the folder that this run saves into was moved, removed or replaced during \
+                 the run, so nothing was saved; move it back, or continue from its last checkpoint \
+                 with --load and --save at its new path"
             ))
         });
         agree(&self.dir, world, refusal.as_ref())
     }
 }
 
-/// Locks `dir`, which is created if need be, for the run of `world`, and sees to it that it is one
-/// folder for all ranks, which else the first save would find out. Collective over `world`.
+/// Locks `dir`, created if missing, for the run of `world`. Also checks that it is the same folder
+/// for all ranks, which otherwise only the first save would detect. Collective over `world`.
 ///
-/// Where a file system knows no locks of folders (some network file systems), the lock is granted
-/// unseen.
+/// On file systems without folder locks (some network file systems), the lock is always granted.
 ///
 /// # Errors
 /// On every rank, if another run holds `dir`, rank 0 cannot create it or write into it, or a rank
-/// does not see what rank 0 wrote.
+/// does not see the file of rank 0.
 pub fn lock_folder(dir: &Path, world: &Group) -> Result<FolderLock> {
     let mine = if world.rank() == 0 { lock(dir).map(Some) } else { Ok(None) };
     agree(dir, world, mine.as_ref().err())?;
@@ -80,33 +80,32 @@ pub fn lock_folder(dir: &Path, world: &Group) -> Result<FolderLock> {
 }
 
 /// # Errors
-/// On every rank, if one does not see what rank 0 writes into `dir`.
+/// On every rank, if a rank does not see the file that rank 0 writes into `dir`.
 fn see_together(dir: &Path, world: &Group) -> Result<()> {
     let mark = if world.rank() == 0 {
         remove_marks(dir);
         let mark = tempfile::Builder::new().prefix(MARK).tempfile_in(dir);
-        // Closed: some file systems show others no file that is open.
+        // Closed, because some file systems hide open files from other machines.
         mark.map(|mark| Some(mark.into_temp_path()))
-            .map_err(|error| format!("cannot be written into: {error}"))
+            .map_err(|error| format!("cannot be written to: {error}"))
     } else {
         Ok(None)
     };
     agree(dir, world, mark.as_ref().err())?;
-    // Removed when this function ends: on rank 0 after all have looked.
+    // Removed when this function ends: on rank 0, after all ranks have looked.
     let mark = mark.ok().flatten();
     let name = mark.as_ref().and_then(|mark| mark.file_name()).unwrap_or_default();
     let names = world.all_gather_bytes(name.as_encoded_bytes())?;
     let is_seen =
         names.first().is_some_and(|name| appears(&dir.join(&*String::from_utf8_lossy(name))));
     let refusal = format!(
-        "is not one folder for all ranks: rank {} does not see there what rank 0 writes; name one that all machines share",
+        "is not the same folder for all ranks: rank {} does not see the files of rank 0; give a folder that all machines share",
         world.rank()
     );
     agree(dir, world, (!is_seen).then_some(&refusal))
 }
 
-/// Removes what a run left that was killed in the midst of this: of one that goes on, the lock is
-/// held.
+/// Removes leftovers of killed runs. A running one cannot own them, because the lock is held here.
 fn remove_marks(dir: &Path) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         if entry.file_name().to_string_lossy().starts_with(MARK) {
@@ -115,7 +114,7 @@ fn remove_marks(dir: &Path) {
     }
 }
 
-/// Whether a file is there, or soon is: network file systems may tell of it late.
+/// Whether a file exists now or soon: network file systems may show it late.
 fn appears(path: &Path) -> bool {
     let start = Instant::now();
     while !path.exists() {
@@ -128,7 +127,7 @@ fn appears(path: &Path) -> bool {
 }
 
 /// # Errors
-/// On every rank, the first refusal of a rank, if there is one.
+/// On every rank, the first refusal of any rank.
 fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
     let refusals = world.all_gather_bytes(refusal.map_or(&[], |refusal| refusal.as_bytes()))?;
     match refusals.iter().find(|refusal| !refusal.is_empty()) {
@@ -137,7 +136,7 @@ fn agree(dir: &Path, world: &Group, refusal: Option<&String>) -> Result<()> {
     }
 }
 
-/// Locks `dir` for this process, which is no rank: the one that imports or reshards.
+/// Locks `dir` for this process, which is not a rank but imports or reshards.
 ///
 /// # Errors
 /// As [`lock_folder`].
@@ -146,14 +145,14 @@ pub(super) fn lock_folder_alone(dir: &Path) -> Result<FolderLock> {
     Ok(FolderLock { dir: dir.to_path_buf(), folder: Some(folder) })
 }
 
-/// `dir`, locked where there are locks, or why this run may not save there.
+/// `dir`, locked if the file system supports it, or the reason why this run may not save there.
 fn lock(dir: &Path) -> std::result::Result<File, String> {
     fs::create_dir_all(dir).map_err(|e| format!("cannot be created: {e}"))?;
     let folder = File::open(dir).map_err(|e| format!("cannot be opened: {e}"))?;
     match folder.try_lock() {
         Ok(()) | Err(TryLockError::Error(_)) => Ok(folder),
         Err(TryLockError::WouldBlock) => {
-            Err("is where another run saves at this moment; wait until it has ended or stop it, or save elsewhere"
+            Err("is in use: another run is saving there; wait until it ends, stop it, or save elsewhere"
                 .into())
         }
     }
@@ -164,7 +163,7 @@ mod tests {
     use super::*;
     use crate::comm::threads;
 
-    /// Ranks lock a folder each, or all the same.
+    /// Each rank locks its own folder, or all lock the same.
     fn lock_folders(dirs: &[&Path]) -> Vec<Result<FolderLock>> {
         let world = threads::world(dirs.len());
         thread::scope(|scope| {
@@ -182,7 +181,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("saved");
         fs::create_dir(&dir).unwrap();
-        // Of a run that was killed as it looked.
+        // A leftover of a run that was killed during the check.
         fs::write(dir.join(format!("{MARK}abc")), "").unwrap();
         assert!(lock_folders(&[&dir, &dir, &dir]).iter().all(Result::is_ok));
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
@@ -200,7 +199,7 @@ mod tests {
                     let (dir, elsewhere) = (&dir, &elsewhere);
                     scope.spawn(move || {
                         let held = lock_folder(dir, rank).unwrap();
-                        // Rank 0 does something to the folder, and both look.
+                        // Rank 0 changes the folder, and both ranks check.
                         let told = |change: &dyn Fn()| {
                             if rank.rank() == 0 {
                                 change();
@@ -229,7 +228,7 @@ mod tests {
                     moved.contains("saved: is gone") && moved.contains("with --load and --save"),
                     "{moved}"
                 );
-                assert!(replaced.contains("saved: is another folder now"), "{replaced}");
+                assert!(replaced.contains("saved: is now a different folder"), "{replaced}");
                 assert_eq!([linked, back], ["", ""]);
             }
         });
@@ -241,7 +240,7 @@ mod tests {
         for refused in lock_folders(&[here.path(), here.path(), there.path()]) {
             let message = refused.unwrap_err().to_string();
             assert!(
-                message.contains("is not one folder for all ranks: rank 2 does not see"),
+                message.contains("is not the same folder for all ranks: rank 2 does not see"),
                 "{message}"
             );
         }

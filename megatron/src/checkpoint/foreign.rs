@@ -1,4 +1,4 @@
-//! What a path is that is not what was asked for, in words that name it and the command that helps.
+//! Identifies a path that is not the requested kind, and gives the command that helps.
 
 use std::fs;
 use std::path::Path;
@@ -7,21 +7,21 @@ use super::folder::holds_any;
 use super::manifest::MANIFEST;
 use crate::files::could_be_of_the_hub;
 
-/// What DeepSpeed puts beside its checkpoints to make one file of weights of them.
+/// The script that DeepSpeed puts beside its checkpoints to convert them to one file of weights.
 const ZERO_TO_FP32: &str = "zero_to_fp32.py";
 
-/// What a path turned out to be.
+/// The kind of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// Nothing.
     Missing,
-    /// No folder.
+    /// Not a folder.
     File,
     /// A checkpoint of this program, or a folder of them.
     Ours,
     /// A Hugging Face model: `config.json`, or files of weights.
     HuggingFace,
-    /// A LoRA of a model.
+    /// A LoRA adapter of a model.
     Adapter,
     /// A checkpoint of Megatron-LM.
     MegatronLm,
@@ -30,7 +30,7 @@ pub enum Found {
 }
 
 impl Found {
-    /// What is at `path`; `None` where nothing is known of it.
+    /// The kind of `path`; `None` if it is unknown.
     pub fn at(path: &Path) -> Option<Self> {
         let Ok(meta) = path.metadata() else { return Some(Self::Missing) };
         if !meta.is_dir() {
@@ -49,7 +49,7 @@ impl Found {
         if any(&|name| name == "adapter_config.json") {
             return Some(Self::Adapter);
         }
-        // A trainer's checkpoint may be both; what weights it has counts.
+        // A trainer's checkpoint may be both; the kind of weights decides.
         let weights = |name: &str| {
             [".safetensors", ".bin", ".pth", ".gguf"].iter().any(|end| name.ends_with(end))
         };
@@ -72,7 +72,7 @@ impl Found {
         {
             return Some(Self::MegatronLm);
         }
-        // Files of ranks without a manifest are half of a checkpoint of this program.
+        // Rank files without a manifest are an incomplete checkpoint of this program.
         let models = |name: &str| name.ends_with(".safetensors") && !name.starts_with("rank_");
         if any(&|name| models(name) || name.starts_with("pytorch_model")) {
             return Some(Self::HuggingFace);
@@ -80,34 +80,36 @@ impl Found {
         holds_any(path).is_ok_and(|holds| holds).then_some(Self::Ours)
     }
 
-    /// What it is, and what to do with it where a checkpoint or a Hugging Face model of a folder
-    /// `path` is asked for.
+    /// A message for `path`, where a checkpoint or a Hugging Face folder is expected: what it is,
+    /// and what to do with it.
     pub fn advice(self, path: &Path) -> String {
         let shown = path.display();
         match self {
             Self::Missing if could_be_of_the_hub(path) => format!(
-                "does not exist; if it is the name of a model on the Hugging Face hub, fetch that first: `hf download {shown} \
-                 --local-dir DIR`, and name DIR"
+                "does not exist; if it is the name of a model on the Hugging Face hub, download it \
+                 first: `hf download {shown} --local-dir DIR`, and give DIR"
             ),
             Self::Missing => "does not exist".into(),
-            Self::File => "is a file; name the folder that it is in".into(),
+            Self::File => "is a file; give its folder".into(),
             Self::Ours => {
-                "is a checkpoint of this program: --load it, with --finetune to begin at the first step; it needs no import".into()
+                "is a checkpoint of this program and needs no import: --load it, with --finetune to start at the first step".into()
             }
-            Self::HuggingFace => "holds a Hugging Face model, no checkpoint; start from it by --init-from-hf, or make a checkpoint of it \
-                                  by `megatron import`"
+            Self::HuggingFace => "holds a Hugging Face model, not a checkpoint; start from it with \
+                --init-from-hf, or convert it with `megatron import`"
                 .into(),
             Self::Adapter => {
-                "holds a LoRA adapter, not a model; merge it first: with peft, AutoPeftModelForCausalLM.from_pretrained(DIR)\
-                 .merge_and_unload().save_pretrained(NEW), and name NEW"
+                "holds a LoRA adapter, not a model; merge it first with peft: \
+                 AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload().save_pretrained(NEW), \
+                 and give NEW"
                     .into()
             }
             Self::MegatronLm => {
-                format!("is a checkpoint of Megatron-LM; make one of this program of it by `megatron import {shown} NEW`, and --load NEW")
+                format!("is a checkpoint of Megatron-LM; convert it with `megatron import {shown} NEW`, and --load NEW")
             }
             Self::DeepSpeed => format!(
-                "is a checkpoint of DeepSpeed; make a Hugging Face model of it there by `python {ZERO_TO_FP32} . HF \
-                 --safe_serialization`, copy the model's config.json and tokenizer into HF, and name that by --init-from-hf"
+                "is a checkpoint of DeepSpeed; in that folder, convert it to a Hugging Face model \
+                 with `python {ZERO_TO_FP32} . HF --safe_serialization`, copy the model's \
+                 config.json and tokenizer into HF, and give HF to --init-from-hf"
             ),
         }
     }

@@ -1,8 +1,7 @@
-//! Loading: fills a rank's shards from whatever chunks hold their elements, and checks whole
+//! Loading: fills a rank's shards from the chunks that hold their elements, and checks whole
 //! checkpoints.
 //!
-//! No rank needs another one for it; each reads only the chunks it wants elements of, one at a
-//! time.
+//! Ranks load independently; each reads only the chunks that it needs, one at a time.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -27,14 +26,14 @@ pub fn load(path: &Path, shards: &[ShardRef]) -> Result<()> {
 /// Reads everything in the checkpoint in folder `path` and checks it; returns its manifest.
 ///
 /// # Errors
-/// Naming the first thing that is missing or damaged.
+/// The error names the first missing or damaged file or tensor.
 pub fn verify(path: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(path)?;
     manifest.verify(&mut |_| {})?;
     Ok(manifest)
 }
 
-/// A chunk to read, and what goes where: pairs of blocks by index of the shard.
+/// A chunk to read, with its destinations: pairs of blocks by index of the shard.
 struct Job<'a> {
     tensor: &'a TensorEntry,
     chunk: &'a Chunk,
@@ -42,10 +41,10 @@ struct Job<'a> {
 }
 
 impl Manifest {
-    /// Reads all data and checks it; `progress` is told the bytes of every chunk that was right.
+    /// Reads and checks all data; calls `progress` with the bytes of every intact chunk.
     ///
     /// # Errors
-    /// Naming the first chunk that is damaged or cannot be read.
+    /// The error names the first chunk that is damaged or cannot be read.
     pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<()> {
         let chunks = self
             .tensors
@@ -59,11 +58,11 @@ impl Manifest {
         })
     }
 
-    /// Fills `shards` in place, converting to the dtype of each. On an error some may be filled and
-    /// some not.
+    /// Fills `shards` in place, converting to the dtype of each. After an error, some shards may be
+    /// filled and others not.
     ///
     /// # Errors
-    /// If the checkpoint lacks a tensor or has it in another shape, or a file is damaged.
+    /// If the checkpoint lacks a tensor or has it with another shape, or a file is damaged.
     pub fn load(&self, shards: &[ShardRef]) -> Result<()> {
         let index = self.index();
         let mut differences = Vec::new();
@@ -128,7 +127,7 @@ impl Manifest {
         })
     }
 
-    /// Reads each job's chunk, file by file, checks it, and hands its bytes to `f`.
+    /// Reads each job's chunk, file by file, checks it, and passes its bytes to `f`.
     fn read_chunks(
         &self,
         jobs: &mut [Job],
@@ -153,10 +152,10 @@ impl Manifest {
     }
 }
 
-/// Reads the bytes of a chunk, which lies in `file`, into a buffer of their size.
+/// Reads the bytes of a chunk in `file` into a buffer of the same size.
 ///
 /// # Errors
-/// If they cannot be read, or are not what was written.
+/// If they cannot be read, or do not match their checksum.
 pub(super) fn read_chunk(
     file: &ShardFile,
     tensor: &TensorEntry,
@@ -167,8 +166,8 @@ pub(super) fn read_chunk(
     let actual = file.read_into(key, tensor.dtype, *start..*start + flat.len(), bytes)?;
     if actual != *crc32c {
         let message = format!(
-            "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, the manifest says \
-             {crc32c:08x}; {}",
+            "tensor {key:?} is damaged: its elements from {start} on have checksum {actual:08x}, \
+             but the manifest records {crc32c:08x}; {}",
             file.path().parent().map_or_else(String::new, use_another)
         );
         return Err(Error::checkpoint(file.path(), message));

@@ -1,7 +1,7 @@
-//! The manifest: which logical tensors a checkpoint holds, and where their elements lie.
+//! The manifest: the logical tensors of a checkpoint, and the location of their elements.
 //!
-//! It is JSON; its first line holds the CRC-32C of all the others, so that a damaged manifest is
-//! never obeyed.
+//! It is JSON; its first line holds the CRC-32C of all other lines, so that a damaged manifest is
+//! never used.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
@@ -21,13 +21,13 @@ use crate::{Error, Result, files};
 /// The version of the format this program writes, and the only one it reads.
 pub const FORMAT_VERSION: u32 = 1;
 pub(super) const MANIFEST: &str = "manifest.json";
-/// Of the largest models, over thousands of ranks.
+/// Enough for the largest models on thousands of ranks.
 const MAX_MANIFEST_BYTES: u64 = 4 << 30;
 const CHECKSUM_LINE: &str = "{\"manifest_crc32c\":\"";
-/// Differences that a message about an unfit checkpoint spells out.
+/// Most differences that a message about a mismatched checkpoint lists.
 const SHOWN_DIFFERENCES: usize = 5;
 
-/// A run of stored elements, and where they lie in a logical tensor.
+/// A run of stored elements, and their place in a logical tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Chunk {
     /// Name of the file, in the checkpoint's folder.
@@ -62,25 +62,26 @@ pub struct TensorEntry {
     pub kind: StateKind,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
-    /// How the parameter is cut over tp, so that a tool can cut it for another layout; not known of
-    /// imported weights, nor of checkpoints from before it was stored.
+    /// How the parameter is sharded over tp, so that a tool can reshard it for another layout.
+    /// Unknown for imported weights, and for checkpoints of early versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<Partition>,
-    /// Of the stored elements.
+    /// Dtype of the stored elements.
     pub dtype: Float,
-    /// Together they hold every element exactly once.
+    /// Together, the chunks hold every element exactly once.
     pub chunks: Vec<Chunk>,
 }
 
-/// What a checkpoint holds. One that was read is valid: boxes lie in their tensors and cover them
-/// exactly, files are in place and of the right size; only the files' contents are yet unchecked.
+/// The contents of a checkpoint. A manifest that was read is valid: boxes are within their tensors
+/// and cover them exactly, and files exist with the right size. Only the contents of the files are
+/// still unchecked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`FORMAT_VERSION`] of the program that wrote it.
     pub format_version: u32,
     /// Steps the run had made; 0 of imported weights.
     pub iteration: u64,
-    /// The trainer's state: whatever it gave to `save`.
+    /// The trainer's state, as passed to `save`.
     pub state: serde_json::Value,
     /// Size in bytes of each file.
     pub files: BTreeMap<String, u64>,
@@ -95,8 +96,8 @@ impl Manifest {
     /// Reads and checks the manifest of the checkpoint in folder `path` (`…/iter_0000100`).
     ///
     /// # Errors
-    /// If it is missing, damaged, of another format version, inconsistent, or a file is missing or
-    /// has another size.
+    /// If it is missing, damaged, inconsistent or has another format version, or a file is missing
+    /// or has another size.
     pub fn read(path: &Path) -> Result<Self> {
         let file = path.join(MANIFEST);
         let bytes = files::read(&file, MAX_MANIFEST_BYTES).map_err(|e| match e.kind() {
@@ -116,7 +117,8 @@ impl Manifest {
         let Version { format_version } = serde_json::from_slice(&bytes).map_err(json)?;
         if format_version != FORMAT_VERSION {
             return Err(refuse(format!(
-                "has format version {format_version}; this program reads {FORMAT_VERSION}"
+                "has format version {format_version}, but this program reads {FORMAT_VERSION}; use \
+                 the version of the program that wrote it"
             )));
         }
         let mut manifest: Self = serde_json::from_slice(&bytes).map_err(json)?;
@@ -170,7 +172,7 @@ impl Manifest {
             .into_bytes())
     }
 
-    /// Checks everything that can be checked without files.
+    /// Checks everything that does not need the files.
     pub(super) fn validate(&self) -> std::result::Result<(), String> {
         for file in self.files.keys() {
             let mut parts = Path::new(file).components();
@@ -197,11 +199,11 @@ impl Manifest {
         self.tensors.iter().map(|tensor| ((tensor.name.as_str(), tensor.kind), tensor)).collect()
     }
 
-    /// Checks that the checkpoint holds exactly the tensors `expected` (name, kind, unpadded shape)
-    /// of the kinds that occur in it; kinds that nobody asks for are ignored.
+    /// Checks that the checkpoint holds exactly the tensors `expected` (name, kind, unpadded
+    /// shape), for the kinds that occur in `expected`; other kinds are ignored.
     ///
     /// # Errors
-    /// One that spells out the first differences.
+    /// The error lists the first differences.
     pub fn check_matches<'a>(
         &self,
         expected: impl IntoIterator<Item = (&'a str, StateKind, &'a [usize])>,
@@ -217,12 +219,14 @@ impl Manifest {
             held.into_keys().filter(|(_, kind)| kinds.contains(kind)).collect();
         surplus.sort_unstable();
         differences.extend(
-            surplus.iter().map(|(name, kind)| format!("it has {name} ({kind}), the model has not")),
+            surplus.iter().map(|(name, kind)| {
+                format!("it has {name} ({kind}), which the model does not have")
+            }),
         );
         self.refuse_differences(&differences)
     }
 
-    /// An error that spells out the first of `differences`, if there are any.
+    /// An error that lists the first of `differences`, if there are any.
     pub(super) fn refuse_differences(&self, differences: &[String]) -> Result<()> {
         if differences.is_empty() {
             return Ok(());
@@ -232,15 +236,13 @@ impl Manifest {
             0 => String::new(),
             more => format!("; and {more} more differences"),
         };
-        let message = format!(
-            "does not fit the model: {}{more}; is it of another architecture?",
-            shown.join("; ")
-        );
+        let message =
+            format!("does not fit the model: {}{more}; the architectures differ", shown.join("; "));
         Err(Error::checkpoint(&self.folder, message))
     }
 }
 
-/// How an entry differs from what is wanted.
+/// How an entry differs from the expected one.
 pub(super) fn difference(
     entry: Option<&TensorEntry>,
     name: &str,
@@ -283,9 +285,9 @@ impl TensorEntry {
                 .start
                 .checked_add(chunk.flat.len())
                 .and_then(|end| end.checked_mul(self.dtype.size()));
-            let size = files
-                .get(&chunk.file)
-                .ok_or_else(|| format!("is in {:?}, which is not listed", chunk.file))?;
+            let size = files.get(&chunk.file).ok_or_else(|| {
+                format!("is in {:?}, which the manifest does not list", chunk.file)
+            })?;
             if end.is_none_or(|end| end as u64 > *size) {
                 return Err(format!(
                     "a chunk of {} elements reaches past the end of {}",
@@ -305,14 +307,16 @@ impl TensorEntry {
 
 /// Checks the first line against the rest.
 fn check_checksum(bytes: &[u8]) -> std::result::Result<(), String> {
-    let line =
-        bytes.iter().position(|&b| b == b'\n').ok_or("is not a manifest: it has no second line")?;
+    let line = bytes
+        .iter()
+        .position(|&b| b == b'\n')
+        .ok_or("is not a manifest: its second line is missing")?;
     let (line, body) = (&bytes[..line], &bytes[line + 1..]);
     let recorded = std::str::from_utf8(line)
         .ok()
         .and_then(|line| line.strip_prefix(CHECKSUM_LINE)?.strip_suffix("\","))
         .and_then(|digits| u32::from_str_radix(digits, 16).ok())
-        .ok_or("is not a manifest: its first line holds no checksum")?;
+        .ok_or("is not a manifest: its first line has no checksum")?;
     let actual = crc32c::crc32c(body);
     if actual != recorded {
         return Err(format!(

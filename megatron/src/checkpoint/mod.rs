@@ -1,4 +1,4 @@
-//! Checkpoints: one logical state on disk, written under one layout and read under any other.
+//! Checkpoints: one logical state on disk, written under one layout and readable under any other.
 //!
 //! ```text
 //! DIR/latest_checkpointed_iteration.txt    the iteration to resume from
@@ -6,17 +6,17 @@
 //! DIR/iter_0000100/rank_00003.safetensors  what rank 3 owned and wrote
 //! ```
 //!
-//! The manifest lists every logical tensor (name, kind, unpadded shape, dtype) with its chunks:
-//! each names a file, a tensor in it, and which elements of which box of the logical tensor lie
-//! there, with a CRC-32C of their bytes. Nothing in it says tp, pp or dp: loading intersects what a
-//! rank wants with what the chunks hold ([`load`]). The manifest also carries the trainer's own
-//! state as JSON that this module does not look into.
+//! The manifest lists every logical tensor (name, kind, unpadded shape, dtype) with its chunks.
+//! Each chunk names a file, a tensor in it, and the elements of a box of the logical tensor that it
+//! holds, with a CRC-32C of their bytes. Loading does not depend on tp, pp or dp: it intersects the
+//! elements that a rank needs with those in the chunks ([`load`]). The manifest also carries the
+//! trainer's own state as JSON, which this module does not interpret.
 //!
-//! A checkpoint appears whole or not at all ([`save`]): everything is written to
-//! `DIR/.iter_0000100.tmp`, synced, and renamed; the pointer moves last. It may be written while
-//! training goes on ([`begin`]). Files are untrusted when read: a damaged one gives an error that
-//! names it. One run at a time may save into a folder ([`lock_folder`]), and older checkpoints may
-//! go when a newer one is there ([`remove_old`]).
+//! A checkpoint appears completely or not at all ([`save`]): everything is written to
+//! `DIR/.iter_0000100.tmp`, synced, and renamed; the pointer moves last. It can be written while
+//! training continues ([`begin`]). Files are untrusted when read: a damaged file gives an error
+//! that names it. Only one run at a time may save into a folder ([`lock_folder`]), and older
+//! checkpoints can be removed after a newer one is saved ([`remove_old`]).
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -59,7 +59,7 @@
 
 #[cfg(target_endian = "big")]
 compile_error!(
-    "checkpoints are written as they lie in memory, which must be little-endian as safetensors is"
+    "checkpoints are written as stored in memory, which must be little-endian, as in safetensors"
 );
 
 mod background;

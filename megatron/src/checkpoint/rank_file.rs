@@ -1,7 +1,7 @@
-//! What one rank's file holds: which pieces of which tensors, under which names, in which order, in
-//! which chunks.
+//! The plan of one rank's file: its pieces of tensors, their names, their order, and their chunks.
 //!
-//! One place for it, so that a file that is resharded is the file that a run would have saved.
+//! Saving and resharding share this plan, so that a resharded file equals the file that a run would
+//! save.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -14,8 +14,8 @@ use super::shard_file::Item;
 use super::values::Float;
 use crate::params::{Partition, Piece, StateKind};
 
-/// Elements of a chunk at most; a reader holds one chunk in memory. Small in tests, so that tensors
-/// have several.
+/// Most elements of a chunk; a reader holds one chunk in memory. Small in tests, so that tensors
+/// have several chunks.
 pub(super) const CHUNK_ELEMENTS: usize = if cfg!(test) { 16 } else { 1 << 24 };
 
 /// One rank's share of one logical tensor.
@@ -40,7 +40,7 @@ pub(super) struct RankFile {
     pub sources: Vec<(usize, usize)>,
 }
 
-/// What a rank has written.
+/// The result of writing a rank's file.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Written {
     pub file: String,
@@ -87,8 +87,8 @@ impl RankFile {
         (0..len).step_by(CHUNK_ELEMENTS).map(move |start| start..len.min(start + CHUNK_ELEMENTS))
     }
 
-    /// What to say of the file of `bytes` bytes once it is written; `checksums`: those of the
-    /// chunks of each item.
+    /// The description of the written file of `bytes` bytes; `checksums`: for each item, those of
+    /// its chunks.
     pub fn written(self, bytes: u64, checksums: &[Vec<u32>]) -> Written {
         let entry = |share: &Share| TensorEntry {
             name: share.name.clone(),

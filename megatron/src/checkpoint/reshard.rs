@@ -1,8 +1,9 @@
-//! Resharding: the same logical state in the files of another layout, streamed from disk to disk.
+//! Resharding: writes the same logical state as the files of another layout, streamed from disk to
+//! disk.
 //!
-//! Chunks are read one at a time and checked, and go to all files that want elements of them; what
-//! is in memory at once is bounded by a few chunks, whatever the size of the model. Other threads
-//! write, so that reading and writing overlap.
+//! Chunks are read and checked one at a time, and written to all files that need elements of them.
+//! Memory is bounded by a few chunks for models of any size. Other threads write, so that reading
+//! and writing overlap.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::File;
@@ -29,27 +30,27 @@ use crate::comm::lock;
 use crate::params::{ParamShare, StateKind};
 use crate::{Error, Result};
 
-/// Bytes of chunks that are kept for other files; more are read again. Small in tests, so that some
-/// are.
+/// Bytes of chunks that are cached for other files; chunks beyond that are read again. Small in
+/// tests, so that some are read again.
 const CACHE_BYTES: usize = if cfg!(test) { 200 } else { 384 << 20 };
-/// Source files that are open at once.
+/// Most source files that are open at once.
 const OPEN_FILES: usize = 64;
-/// Threads that write: most of the time goes into the system's copies of what is written.
+/// Writer threads: most of the time is spent in the kernel's copies of the written data.
 const WRITERS: usize = 2;
 
 /// Writes the state of `source` as `dir/iter_…` for a layout in which rank r writes `ranks[r]`, and
-/// points `dir` at it. The files are those that a run of that layout would save. `state` replaces
-/// the source's. Of the files named `sidecars`, such as a tokenizer, those that lie beside the
-/// source are copied, too.
+/// updates the pointer in `dir`. The files are those that a run of that layout would save. `state`
+/// replaces the source's state. Files named in `sidecars`, such as a tokenizer, are copied too if
+/// they are beside the source.
 ///
-/// `progress` is told the bytes of every part that was read and passed on, [`Manifest::data_bytes`]
-/// in all; it answers whether to go on. Returns whether the checkpoint was written, that is,
-/// whether it always did.
+/// `progress` is called with the bytes of every part that was read and passed on,
+/// [`Manifest::data_bytes`] in total; it returns whether to continue. Returns whether the
+/// checkpoint was written, that is, whether `progress` always returned true.
 ///
 /// # Errors
-/// If `dir` holds a checkpoint, a run saves there, another file is where a sidecar file goes,
-/// `source` is damaged or lacks a tensor, or the system refuses. Nothing is left then; a killed
-/// process leaves a hidden folder that the next attempt removes.
+/// If `dir` holds a checkpoint, a run saves there, a sidecar file would replace a different file,
+/// `source` is damaged or lacks a tensor, or a file operation fails. Nothing is left in these
+/// cases; a killed process leaves a hidden folder that the next attempt removes.
 pub fn reshard(
     source: &Manifest,
     dir: &Path,
@@ -81,7 +82,7 @@ pub fn reshard(
     done
 }
 
-/// The files of all ranks: every parameter with all the state that the source has of it.
+/// The files of all ranks: every parameter with all its state in the source.
 fn plan(source: &Manifest, ranks: Vec<Vec<ParamShare>>) -> Result<Vec<RankFile>> {
     let mut kinds: HashMap<&str, BTreeMap<StateKind, &TensorEntry>> = HashMap::new();
     for tensor in &source.tensors {
@@ -120,11 +121,11 @@ fn plan(source: &Manifest, ranks: Vec<Vec<ParamShare>>) -> Result<Vec<RankFile>>
 struct Target {
     rank: usize,
     item: usize,
-    /// Which of the item's chunks.
+    /// Index of the chunk in the item.
     chunk: usize,
-    /// Which elements of the item's piece.
+    /// Elements of the item's piece.
     flat: Range<usize>,
-    /// Where they go in the file.
+    /// Position in the file.
     position: u64,
 }
 
@@ -132,11 +133,11 @@ struct Target {
 struct Job {
     target: Target,
     bytes: Buffer,
-    /// Where it is known.
+    /// The checksum, if it is already known.
     crc32c: Option<u32>,
 }
 
-/// Writes all files; `None` if `progress` wanted to stop.
+/// Writes all files; `None` if `progress` asked to stop.
 fn convert(
     source: &Manifest,
     folder: &Path,
@@ -145,8 +146,7 @@ fn convert(
 ) -> Result<Option<Vec<Written>>> {
     let paths: Vec<PathBuf> = files.iter().map(|file| folder.join(&file.file)).collect();
     let mut sizes = Vec::with_capacity(files.len());
-    // By tensor, in the order in which the files have them, so that the first files are complete
-    // first.
+    // By tensor, in the order of the files, so that the first files are complete first.
     let mut order: Vec<(&str, StateKind)> = Vec::new();
     let mut targets: HashMap<(&str, StateKind), Vec<Target>> = HashMap::new();
     for (rank, (file, path)) in files.iter().zip(&paths).enumerate() {
@@ -172,7 +172,7 @@ fn convert(
     let index = source.index();
     let (buffers, failed) = (Buffers::default(), AtomicBool::new(false));
     let checksums = thread::scope(|scope| -> Result<Option<Vec<Vec<Vec<u32>>>>> {
-        // One chunk waits while others are written and another is put together.
+        // One chunk can wait while others are written and another is assembled.
         let (sender, receiver) = sync_channel::<Job>(1);
         let jobs = Arc::new(Mutex::new(receiver));
         let (paths, buffers, failed) = (&paths, &buffers, &failed);
@@ -185,15 +185,14 @@ fn convert(
                 })
             })
             .collect();
-        drop(jobs); // once the writers are gone, sending fails
+        drop(jobs); // after the writers have ended, sending fails
         let mut open = OpenFiles { folder: source.folder(), files: VecDeque::new(), buffers };
         let mut read = || -> Result<bool> {
             for key in &order {
                 let Some(tensor) = index.get(key) else { continue };
                 let mut stored = Stored::new(tensor);
                 let mut targets = targets.remove(key).unwrap_or_default();
-                // Along the tensor, so that chunks that are wanted more than once are wanted about
-                // the same time.
+                // In the order of the tensor, so that repeated uses of a chunk are close in time.
                 targets.sort_by_cached_key(|target| {
                     let piece = files[target.rank].piece(target.item);
                     blocks(&piece.offset, &piece.shape, target.flat.clone(), 0)
@@ -206,7 +205,7 @@ fn convert(
                         stored.gather(&mut open, &piece.offset, &piece.shape, &target.flat)?;
                     let len = bytes.len() as u64;
                     if sender.send(Job { target, bytes, crc32c }).is_err() {
-                        return Ok(true); // the writer failed, and says why
+                        return Ok(true); // the writer failed and reports why
                     }
                     if !progress(len) {
                         return Ok(false);
@@ -231,7 +230,7 @@ fn convert(
             }
             Ok(())
         });
-        // A reader that failed says more than writers that had nothing more to write.
+        // A failed reader is the cause; writers then only lack input.
         let written: Result<()> = written.collect();
         let finished = finished?;
         written?;
@@ -246,7 +245,7 @@ fn convert(
     Ok(Some(files.map(|((file, bytes), checksums)| file.written(bytes, &checksums)).collect()))
 }
 
-/// Makes a file of the right size, without data; returns where these begin.
+/// Creates a file of the right size without data; returns the position of the data.
 fn create(path: &Path, plan: &RankFile) -> Result<u64> {
     let preamble = preamble(&plan.items).map_err(|message| Error::checkpoint(path, message))?;
     let data: usize = plan.items.iter().map(|item| item.len * item.dtype.size()).sum();
@@ -261,7 +260,7 @@ fn create(path: &Path, plan: &RankFile) -> Result<u64> {
     Ok(preamble.len() as u64)
 }
 
-/// Writes what arrives until another writer has `failed`, and returns its checksums.
+/// Writes the jobs that arrive, until another writer has `failed`, and returns their checksums.
 fn write_all(
     jobs: &Mutex<Receiver<Job>>,
     paths: &[PathBuf],
@@ -289,27 +288,28 @@ fn write_all(
     Ok(checksums)
 }
 
-/// Asks the system to begin writing this part of the file to the disk, without waiting, so that the
-/// last sync finds little left to do. A hint: where it is not heeded, that sync does all the work.
+/// Asks the system to start writing this part of the file to disk, without waiting, so that little
+/// is left for the final sync. This is only a hint: if it has no effect, the final sync does all
+/// the work.
 #[allow(unsafe_code)]
 fn start_writeback(file: &File, from: u64, len: usize) {
     #[cfg(target_os = "linux")]
     if let (Ok(from), Ok(len)) = (from.try_into(), len.try_into()) {
-        // SAFETY: the descriptor is open; no memory is handed over.
+        // SAFETY: the descriptor is open; no memory is passed.
         unsafe { libc::sync_file_range(file.as_raw_fd(), from, len, libc::SYNC_FILE_RANGE_WRITE) };
     }
     #[cfg(not(target_os = "linux"))]
     let _ = (file, from, len);
 }
 
-/// A source tensor, of which pieces are asked for one after another.
+/// A source tensor with pieces that are requested one after another.
 struct Stored<'a> {
     tensor: &'a TensorEntry,
     /// The boxes of each chunk.
     blocks: Vec<Vec<Block>>,
-    /// Elements of each chunk that nobody has asked for yet.
+    /// Elements of each chunk that were not requested yet.
     left: Vec<usize>,
-    /// Chunks that somebody will ask for again, by index, with the time of their last use.
+    /// Chunks that will be requested again, by index, with the time of their last use.
     kept: HashMap<usize, (u64, Buffer)>,
     kept_bytes: usize,
     now: u64,
@@ -368,7 +368,7 @@ impl<'a> Stored<'a> {
         Ok((bytes, None))
     }
 
-    /// Keeps a chunk, and drops those that were not used for longest if it gets too much.
+    /// Caches a chunk, and drops the least recently used ones if the cache is too large.
     fn keep(&mut self, i: usize, chunk: Buffer) {
         self.now += 1;
         self.kept_bytes += chunk.len();
@@ -383,16 +383,16 @@ impl<'a> Stored<'a> {
     }
 }
 
-/// The source's files, some of them open.
+/// The source's files; some of them are open.
 struct OpenFiles<'a> {
     folder: &'a Path,
-    /// By name, the last one used last.
+    /// By name, the most recently used last.
     files: VecDeque<(&'a str, ShardFile)>,
     buffers: &'a Buffers,
 }
 
-/// The first `len` bytes of memory that is kept whole, so that it need not be zeroed when it is
-/// used again.
+/// The first `len` bytes of an allocation that keeps its full length, so that it is not zeroed
+/// again on reuse.
 struct Buffer {
     memory: Vec<u8>,
     len: usize,
@@ -412,18 +412,17 @@ impl Buffer {
     }
 }
 
-/// Memory of large chunks that are done with, for the next ones: fresh memory costs the system more
-/// than the copy into it.
+/// Memory of finished large chunks, for reuse: fresh memory costs more than the copy into it.
 #[derive(Default)]
 struct Buffers(Mutex<Vec<Vec<u8>>>);
 
 impl Buffers {
-    /// Smaller ones are cheap.
+    /// Smaller buffers are not worth keeping.
     const LEAST_BYTES: usize = 1 << 20;
-    /// What is being read, put together, waiting and written.
+    /// One each for reading, assembling and waiting, and those being written.
     const MOST: usize = 5;
 
-    /// A buffer of `len` bytes of any content.
+    /// A buffer of `len` bytes with arbitrary content.
     fn take(&self, len: usize) -> Buffer {
         let used = if len < Self::LEAST_BYTES { None } else { lock(&self.0).pop() };
         let mut memory = used.unwrap_or_default();

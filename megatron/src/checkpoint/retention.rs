@@ -1,4 +1,4 @@
-//! Which checkpoints of a run stay: older ones are removed once a newer one is there for good.
+//! Removes old checkpoints of a run once a newer one is durable.
 //!
 //! Source: Megatron-LM's `--save-retain-interval` and `--most-recent-k`
 //! (`training/checkpointing.py`).
@@ -11,15 +11,15 @@ use super::folder::{Names, iterations, latest, same_folder};
 use crate::config::Retention;
 use crate::{Error, Result};
 
-/// Removes from `dir` those checkpoints older than that of step `newest` that `retention` does not
-/// keep, but not the one in `loaded`, and returns their steps. For one process, that of rank 0.
+/// Removes from `dir` the checkpoints older than step `newest` that `retention` does not keep,
+/// except the one in `loaded`, and returns their steps. Only rank 0 calls this.
 ///
-/// Only checkpoints whose folder `is_healthy` count as newer ones: what a run saved while it went
-/// wrong takes no good one's place.
+/// Only checkpoints with a folder that `is_healthy` count as newer ones, so that checkpoints saved
+/// during divergence do not replace good ones.
 ///
 /// Nothing is removed unless the pointer names `newest`, which [`super::save`] has made durable. A
-/// checkpoint gets the name of an unfinished one before anything of it is gone, so that what a
-/// crash leaves is taken for none, and the next save removes it.
+/// checkpoint is renamed like an unfinished one before its files are deleted, so that the rest
+/// after a crash does not count as a checkpoint and the next save removes it.
 ///
 /// # Errors
 /// If the folder cannot be read, or a checkpoint cannot be removed.
@@ -38,7 +38,7 @@ pub fn remove_old(
     for iteration in older {
         let names = Names::new(dir, iteration);
         let stays = retention.keeps(iteration, newer);
-        // Beyond those that count nothing is read.
+        // Stops reading folders once enough newer ones are counted.
         if retention.most_recent.is_some_and(|most| newer < most) && is_healthy(&names.target) {
             newer += 1;
         }
@@ -59,6 +59,6 @@ fn remove(names: &Names) -> Result<()> {
     }
     fs::rename(&names.target, &names.temp)
         .map_err(|error| Error::io("remove", &names.target, error))?;
-    // Of a link this is the link alone.
+    // For a link, this removes only the link.
     fs::remove_dir_all(&names.temp).map_err(|error| Error::io("remove", &names.temp, error))
 }

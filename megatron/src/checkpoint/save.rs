@@ -1,6 +1,7 @@
-//! Saving: every rank writes what it owns; rank 0 checks that it makes a whole and lets it appear.
+//! Saving: every rank writes the elements that it owns; rank 0 checks that they are complete and
+//! makes the checkpoint appear.
 //!
-//! A failure on any rank is a failure on all of them, and leaves everything as it was.
+//! A failure on any rank is a failure on all ranks, and changes nothing.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -16,20 +17,20 @@ use crate::params::ShardRef;
 use crate::text::printable;
 use crate::{Error, Result};
 
-/// Saves a checkpoint as `dir/iter_…` and points `dir` at it. Collective over `world`.
+/// Saves a checkpoint as `dir/iter_…` and updates the pointer in `dir`. Collective over `world`.
 ///
-/// `shards` is what this rank owns: over all ranks every element of every logical tensor is in
-/// exactly one shard. `state` is the trainer's (rank 0's counts); it comes back as
-/// `Manifest::state`, floats to within one unit in the last place. `dir` is one folder for all
-/// ranks.
+/// `shards` are the elements that this rank owns: over all ranks, every element of every logical
+/// tensor is in exactly one shard. `state` is the trainer's (rank 0's is used); it is returned as
+/// `Manifest::state`, floats to within one unit in the last place. `dir` must be the same folder
+/// for all ranks.
 ///
-/// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, from which
-/// [`super::latest`] still finds it should the run be killed between two renames, and removed when
-/// the new one is in place. Temporary folders of killed runs are removed.
+/// A checkpoint of the same iteration is replaced: it is set aside under a hidden name, and removed
+/// when the new one is in place. If the run is killed between the two renames, [`super::latest`]
+/// still finds it. Temporary folders of killed runs are removed.
 ///
 /// # Errors
-/// The same verdict on every rank: the failing rank returns its own reason, the others which rank
-/// failed and why. What was in `dir` before is untouched, and nothing is added.
+/// All ranks fail together: the failing rank returns its own reason, the others which rank failed
+/// and why. `dir` is unchanged.
 pub fn save(
     dir: &Path,
     iteration: u64,
@@ -44,15 +45,15 @@ pub fn save(
     verdict(saved, &names, world)
 }
 
-/// Why a save came to nothing.
+/// Why a save failed.
 pub(super) enum Failure {
-    /// Every rank knows.
+    /// Every rank knows of the failure.
     Agreed(Error),
-    /// The ranks could not agree: one is lost.
+    /// The ranks could not agree, because one is lost.
     Lost(Error),
 }
 
-/// What a save comes to, on every rank: after a failure the temporary folder is gone.
+/// The result of a save, the same on every rank: after a failure, the temporary folder is removed.
 pub(super) fn verdict<T>(
     result: std::result::Result<T, Failure>,
     names: &Names,
@@ -67,8 +68,7 @@ pub(super) fn verdict<T>(
     }
     match failure {
         Failure::Agreed(error) => {
-            // When a rank returns, the temporary folder is gone. The first error is the one worth
-            // telling.
+            // When a rank returns, the temporary folder is gone. The first error is the cause.
             let _ = world.barrier();
             Err(error)
         }
@@ -76,7 +76,7 @@ pub(super) fn verdict<T>(
     }
 }
 
-/// Makes the temporary folder, and the plan of this rank's file in it. Collective over `world`.
+/// Creates the temporary folder, and plans this rank's file in it. Collective over `world`.
 pub(super) fn prepare(
     names: &Names,
     shards: &[ShardRef],
@@ -88,7 +88,7 @@ pub(super) fn prepare(
     Ok(plan)
 }
 
-/// Lets the checkpoint appear once all ranks have `written` their files. Collective over `world`.
+/// Makes the checkpoint appear after all ranks have `written` their files. Collective over `world`.
 pub(super) fn complete(
     names: &Names,
     iteration: u64,
@@ -106,7 +106,7 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// Ends a phase: everyone learns whether all ranks succeeded, and their messages.
+/// Ends a phase: every rank learns whether all ranks succeeded, and receives their messages.
 fn agree<T>(
     world: &Group,
     target: &Path,
@@ -169,7 +169,7 @@ pub(super) fn write(plan: RankFile, shards: &[ShardRef], folder: &Path) -> Resul
     Ok(plan.written(bytes, &checksums))
 }
 
-/// Puts together what the ranks say they have written, and moves it into place.
+/// Assembles the manifest from the ranks' reports, and moves the checkpoint into place.
 fn commit(
     names: &Names,
     iteration: u64,
@@ -186,12 +186,12 @@ fn commit(
     finish(names, iteration, state, written)
 }
 
-/// Completes the checkpoint whose files, in rank order, are `written` in the temporary folder, and
+/// Completes the checkpoint in the temporary folder from its `written` files, in rank order, and
 /// moves it into place.
 ///
 /// # Errors
-/// If the files do not make a whole, or the system refuses. Everything is as before then, but for
-/// the temporary folder.
+/// If the files are incomplete, or a file operation fails. Then only the temporary folder has
+/// changed.
 pub(super) fn finish(
     names: &Names,
     iteration: u64,
@@ -200,7 +200,7 @@ pub(super) fn finish(
 ) -> Result<()> {
     let refuse = |message: String| Error::checkpoint(&names.target, message);
     let mut files = BTreeMap::new();
-    // with the first rank that has a share of it
+    // with the first rank that holds a share of it
     let mut tensors: BTreeMap<_, (usize, TensorEntry)> = BTreeMap::new();
     for (rank, written) in written.into_iter().enumerate() {
         files.insert(written.file, written.bytes);
@@ -213,7 +213,7 @@ pub(super) fn finish(
                     let (first, known) = entry.get_mut();
                     if (&known.shape, known.dtype) != (&tensor.shape, tensor.dtype) {
                         return Err(refuse(format!(
-                            "{} ({}) is {} {:?} to rank {first} and {} {:?} to rank {rank}",
+                            "{} ({}) is {} {:?} on rank {first}, but {} {:?} on rank {rank}",
                             known.name,
                             known.kind,
                             known.dtype,
@@ -239,7 +239,7 @@ pub(super) fn finish(
     };
     manifest
         .validate()
-        .map_err(|why| refuse(format!("the ranks' shards do not make a whole: {why}")))?;
+        .map_err(|why| refuse(format!("the ranks' shards do not form a complete tensor: {why}")))?;
     let bytes = manifest.to_bytes().map_err(|e| refuse(e.to_string()))?;
     write_synced(&names.temp.join(MANIFEST), &bytes)?;
     names.commit()

@@ -1,8 +1,8 @@
-//! One rank's safetensors file: streamed out tensor by tensor, read back by the part.
+//! One rank's safetensors file: written tensor by tensor, and read in parts.
 //!
 //! The layout is safetensors' (<https://github.com/huggingface/safetensors#format>): u64 length of
-//! a JSON header, the header, then the tensors' bytes without gaps. The crate's own functions want
-//! a file's tensors in memory at once.
+//! a JSON header, the header, then the tensors' bytes without gaps. The crate's own functions need
+//! all tensors of a file in memory at once.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -23,17 +23,17 @@ const LENGTH_BYTES: u64 = 8;
 /// The longest header that safetensors' readers accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes that are read or written at once where their checksum is taken, too: what was just touched
-/// is still in the cache then.
+/// Bytes to read or write at once before computing their checksum, few enough to be still in the
+/// cache.
 pub(super) const CACHED_BYTES: usize = 256 << 10;
 
-/// A tensor of a file, as its header describes it.
+/// A tensor as described in the file's header.
 pub(super) struct Item {
     pub key: String,
     pub dtype: Float,
     /// The shape under which the elements are stored.
     pub shape: Vec<usize>,
-    /// Elements in it.
+    /// Number of elements.
     pub len: usize,
 }
 
@@ -43,11 +43,12 @@ pub(super) struct Content<'a> {
     pub range: Range<usize>,
 }
 
-/// Writes a file of `items` in their order and syncs it; returns its size in bytes, and for each
-/// item the CRC-32C of each group of `elements_per_checksum`, of which the last may be smaller.
+/// Writes a file of `items` in their order and syncs it. Returns its size in bytes, and for each
+/// item the CRC-32C of each group of `elements_per_checksum` elements; the last group may be
+/// smaller.
 ///
 /// # Errors
-/// If the system refuses (a full disk, permissions), or the file exists.
+/// If a file operation fails (a full disk, permissions), or the file exists.
 pub(super) fn write(
     path: &Path,
     items: &[Item],
@@ -84,8 +85,8 @@ pub(super) fn write(
     Ok((size, checksums))
 }
 
-/// Everything before the data: the header and its length. It is padded with spaces so that the data
-/// is aligned for items in order of descending element size.
+/// Everything before the data: the header and its length. Padded with spaces so that the data are
+/// aligned for items in order of descending element size.
 pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     let mut tensors = Vec::with_capacity(items.len());
     let mut at = 0;
@@ -106,7 +107,7 @@ pub(super) fn preamble(items: &[Item]) -> std::result::Result<Vec<u8>, String> {
     Ok([(header.len() as u64).to_le_bytes().as_slice(), &header].concat())
 }
 
-/// A safetensors file written tensor by tensor: only one has to be in memory.
+/// A safetensors file that is written tensor by tensor, with only one tensor in memory.
 pub struct SafetensorsWriter {
     path: PathBuf,
     out: BufWriter<File>,
@@ -116,8 +117,7 @@ pub struct SafetensorsWriter {
 }
 
 impl SafetensorsWriter {
-    /// Starts a new file of `tensors` (name, dtype, shape), whose bytes are to follow in this
-    /// order.
+    /// Starts a new file of `tensors` (name, dtype, shape). Their bytes must follow in this order.
     ///
     /// # Errors
     /// If the file exists or cannot be written.
@@ -149,7 +149,7 @@ impl SafetensorsWriter {
     /// Appends the next bytes, little-endian.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If a file operation fails.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.size += bytes.len() as u64;
         self.out.write_all(bytes).map_err(|e| Error::io("write", &self.path, e))
@@ -158,11 +158,11 @@ impl SafetensorsWriter {
     /// Syncs the file; returns its size in bytes.
     ///
     /// # Errors
-    /// If the system refuses, or more or fewer bytes were written than the tensors have.
+    /// If a file operation fails, or more or fewer bytes were written than the tensors have.
     pub fn finish(self) -> Result<u64> {
         if self.size != self.promised {
             let message =
-                format!("internal error: {} bytes were written of {}", self.size, self.promised);
+                format!("internal error: {} of {} bytes were written", self.size, self.promised);
             return Err(Error::checkpoint(&self.path, message));
         }
         let file =
@@ -177,7 +177,7 @@ pub struct ShardFile {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Where the tensors' bytes begin.
+    /// Position of the tensors' bytes.
     data: u64,
 }
 
@@ -185,12 +185,13 @@ impl ShardFile {
     /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// If it cannot be read, or is not a whole safetensors file.
+    /// If it cannot be read, or is not a complete safetensors file.
     pub fn open(path: &Path) -> Result<Self> {
         let mut file = files::open_binary(path).map_err(|e| Error::io("open", path, e))?;
         let size = file.metadata().map_err(|e| Error::io("inspect", path, e))?.len();
-        let damaged =
-            |what: String| Error::checkpoint(path, format!("not a whole safetensors file: {what}"));
+        let damaged = |what: String| {
+            Error::checkpoint(path, format!("not a complete safetensors file: {what}"))
+        };
         let mut length = [0; LENGTH_BYTES as usize];
         if size < LENGTH_BYTES {
             return Err(damaged(format!("it has only {size} bytes")));
@@ -208,13 +209,14 @@ impl ShardFile {
         let data = LENGTH_BYTES + length;
         if metadata.data_len() as u64 != size - data {
             let expected = metadata.data_len() as u64 + data;
-            return Err(damaged(format!("it has {size} bytes, its header describes {expected}")));
+            return Err(damaged(format!(
+                "it has {size} bytes, but its header describes {expected}"
+            )));
         }
         Ok(Self { path: path.to_path_buf(), file, metadata, data })
     }
 
-    /// Names, stored dtypes and shapes of its tensors, by name; no dtype where it is none that
-    /// checkpoints hold.
+    /// Stored dtypes and shapes of its tensors, by name; no dtype if checkpoints do not support it.
     pub fn tensors(&self) -> BTreeMap<String, (Option<Float>, Vec<usize>)> {
         let float = |dtype| {
             [Float::F32, Float::Bf16, Float::F16, Float::F64]
@@ -241,7 +243,7 @@ impl ShardFile {
         Ok(bytes)
     }
 
-    /// As [`Self::read`], into a buffer of their size. Returns the CRC-32C of the bytes.
+    /// As [`Self::read`], into a buffer of the same size. Returns the CRC-32C of the bytes.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -262,14 +264,14 @@ impl ShardFile {
         Ok(crc32c)
     }
 
-    /// Where `elements` of a tensor begin in the file.
+    /// Position of `elements` of a tensor in the file.
     fn place(&self, key: &str, dtype: Float, elements: &Range<usize>) -> Result<u64> {
         let refuse = |message: String| Error::checkpoint(&self.path, message);
         let info =
             self.metadata.info(key).ok_or_else(|| refuse(format!("has no tensor {key:?}")))?;
         if info.dtype != dtype.safetensors() {
             return Err(refuse(format!(
-                "tensor {key:?} is {:?}, the manifest says {dtype}",
+                "tensor {key:?} is {:?}, but the manifest says {dtype}",
                 info.dtype
             )));
         }
@@ -278,7 +280,7 @@ impl ShardFile {
         if elements.start > elements.end || elements.end > held {
             let Range { start, end } = elements;
             return Err(refuse(format!(
-                "tensor {key:?} has {held} elements, the manifest wants {start}..{end}"
+                "tensor {key:?} has {held} elements, but the manifest needs {start}..{end}"
             )));
         }
         Ok(self.data + (begin + elements.start * dtype.size()) as u64)
@@ -288,17 +290,17 @@ impl ShardFile {
 /// Syncs a folder, so that the names in it survive a loss of power.
 ///
 /// # Errors
-/// If the system refuses.
+/// If a file operation fails.
 pub(super) fn sync_folder(path: &Path) -> Result<()> {
     let folder = File::open(path).map_err(|e| Error::io("open", path, e))?;
     folder.sync_all().map_err(|e| Error::io("sync", path, e))
 }
 
-/// Writes a small file whole and syncs it. It is a new one: what lies there, which a killed run
-/// left or somebody put there, is removed and not written through.
+/// Writes a small file completely and syncs it. Always creates a new file: an existing file or
+/// link, left by a killed run or put there by someone, is removed and not written through.
 ///
 /// # Errors
-/// If the system refuses.
+/// If a file operation fails.
 pub(super) fn write_synced(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = replace(path).map_err(|e| Error::io("create", path, e))?;
     file.write_all(bytes).map_err(|e| Error::io("write", path, e))?;

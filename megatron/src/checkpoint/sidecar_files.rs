@@ -1,5 +1,5 @@
-//! Files that go along with checkpoints, such as a tokenizer: copied beside them, each whole or not
-//! at all.
+//! Sidecar files of checkpoints, such as a tokenizer: copied beside them, each completely or not at
+//! all.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use super::shard_file::{sync_folder, write_synced};
 use crate::{Error, Result, files};
 
-/// Of a tokenizer for all languages, in its longest spelling.
+/// Enough for a tokenizer of all languages in its most verbose form.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// A file, if it is there.
+/// A file's contents, if it exists.
 fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     match files::read(path, MAX_BYTES) {
         Ok(contents) => Ok(Some(contents)),
@@ -20,29 +20,29 @@ fn read(path: &Path) -> Result<Option<Vec<u8>>> {
     }
 }
 
-/// Small files on their way beside a checkpoint. They are in memory, so that it does not matter
-/// where they came from.
+/// Small files to be placed beside a checkpoint. They are held in memory, so their source may
+/// change.
 pub struct SidecarFiles(Vec<SidecarFile>);
 
 struct SidecarFile {
     from: PathBuf,
     to: PathBuf,
     contents: Vec<u8>,
-    /// Whether there is another file in its place.
+    /// Whether a different file is in its place.
     replaces: bool,
 }
 
 impl SidecarFiles {
-    /// Reads those files of `pairs` (from, to) that there are and that are not in their place yet.
+    /// Reads the existing source files of `pairs` (from, to) that are not in their place yet.
     ///
     /// # Errors
-    /// If the system refuses.
+    /// If a file operation fails.
     pub fn read(pairs: impl IntoIterator<Item = (PathBuf, PathBuf)>) -> Result<Self> {
         let mut sidecars = Vec::new();
         for (from, to) in pairs {
             let Some(contents) = read(&from)? else { continue };
             let there = read(&to)?;
-            // Also where both are one file.
+            // Also skips pairs that name the same file.
             if there.as_ref() != Some(&contents) {
                 sidecars.push(SidecarFile { from, to, contents, replaces: there.is_some() });
             }
@@ -50,28 +50,28 @@ impl SidecarFiles {
         Ok(Self(sidecars))
     }
 
-    /// Asserts that no other files are in their places.
+    /// Checks that no different files are in their places.
     ///
     /// # Errors
-    /// Naming the first one.
+    /// The error names the first such file.
     pub fn refuse_to_replace(&self) -> Result<()> {
         match self.0.iter().find(|sidecar| sidecar.replaces) {
             None => Ok(()),
             Some(SidecarFile { from, to, .. }) => Err(Error::checkpoint(
                 to,
                 format!(
-                    "is not the file that goes along with the checkpoint, {}, and would be lost; write to another folder, \
-                     or move this file away",
+                    "differs from the file that belongs to the checkpoint, {}, and would be lost; \
+                     write to another folder, or move this file away",
                     from.display()
                 ),
             )),
         }
     }
 
-    /// Puts the files in their places.
+    /// Writes the files to their places.
     ///
     /// # Errors
-    /// If the system refuses; every place has its old file then, or its new one.
+    /// If a file operation fails. Each place then has its old or its new file.
     pub fn place(&self) -> Result<()> {
         for SidecarFile { to, contents, .. } in &self.0 {
             let (Some(folder), Some(name)) = (to.parent(), to.file_name()) else { continue };

@@ -1,4 +1,4 @@
-//! Writing a checkpoint from one process, tensor by tensor: peak memory is that of the largest
+//! Writes a checkpoint from one process, tensor by tensor; peak memory is that of the largest
 //! tensor.
 
 use std::collections::BTreeMap;
@@ -15,7 +15,8 @@ use crate::{Error, Result};
 
 const FILE: &str = "rank_00000.safetensors";
 
-/// A checkpoint in the making. Dropped before [`StreamWriter::finish`], it leaves nothing behind.
+/// A checkpoint that is being written. If dropped before [`StreamWriter::finish`], it leaves
+/// nothing behind.
 pub struct StreamWriter {
     _lock: FolderLock,
     names: Names,
@@ -27,8 +28,8 @@ pub struct StreamWriter {
 }
 
 impl StreamWriter {
-    /// Starts the checkpoint of `iteration` in `dir`, of `tensors` (name, kind, unpadded shape,
-    /// dtype). Until it is finished or dropped no run may save there.
+    /// Starts the checkpoint of `iteration` in `dir`, with `tensors` (name, kind, unpadded shape,
+    /// dtype). No run may save there until it is finished or dropped.
     ///
     /// # Errors
     /// If `dir` holds a checkpoint, a run saves there, or it cannot be written to.
@@ -63,12 +64,12 @@ impl StreamWriter {
     /// Writes the next tensor: its elements in row-major order, little-endian.
     ///
     /// # Errors
-    /// If the system refuses, or the number of bytes is not the tensor's.
+    /// If a file operation fails, or the number of bytes is not the tensor's.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         let (Some(tensor), Some(out)) = (self.tensors.get_mut(self.written), &mut self.out) else {
             return Err(Error::checkpoint(
                 &self.names.target,
-                "internal error: a tensor too many was written",
+                "internal error: one tensor too many was written",
             ));
         };
         let numel: usize = tensor.shape.iter().product();
@@ -98,11 +99,11 @@ impl StreamWriter {
         Ok(())
     }
 
-    /// Lets the checkpoint appear, with the trainer's `state`, and points its folder at it; returns
-    /// its own folder.
+    /// Makes the checkpoint appear, with the trainer's `state`, and updates the pointer; returns
+    /// the checkpoint's folder.
     ///
     /// # Errors
-    /// If the system refuses or a tensor is missing; what was there before is untouched then.
+    /// If a file operation fails or a tensor is missing. Existing checkpoints are then unchanged.
     pub fn finish(mut self, state: &serde_json::Value) -> Result<PathBuf> {
         let refuse = |message: String| Error::checkpoint(&self.names.target, message);
         let out = self

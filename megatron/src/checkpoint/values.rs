@@ -1,4 +1,4 @@
-//! Elements of checkpoints: their dtypes, and the way between tensors and bytes.
+//! Elements of checkpoints: their dtypes, and conversion between tensors and bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,9 +14,9 @@ use super::block::{Block, Run, misfit};
 use crate::params::{Elements, ShardRef};
 use crate::{Error, Result};
 
-/// Elements moved between a tensor and bytes at a time where they are not in host memory.
+/// Elements to move at a time between bytes and a tensor that is not in host memory.
 const STAGING_ELEMENTS: usize = 1 << 22;
-/// Values that are joined of their halves at a time.
+/// Values to join from their halves at a time.
 const JOINED_ELEMENTS: usize = 1 << 14;
 
 /// The dtype of a stored tensor.
@@ -33,7 +33,7 @@ pub enum Float {
     F64,
 }
 
-/// The largest of some elements by `of`.
+/// The largest element by the order of `of`.
 fn magnitude<const N: usize, T: Ord + Default>(bytes: &[u8], of: impl Fn([u8; N]) -> T) -> T {
     bytes.as_chunks().0.iter().map(|element| of(*element)).max().unwrap_or_default()
 }
@@ -59,10 +59,10 @@ impl Float {
         }
     }
 
-    /// What is no number among elements, which lie in `bytes` little-endian: "NaN" or "infinity",
-    /// if there is any.
+    /// The kind of non-finite element in `bytes` (little-endian): "NaN" or "infinity", if there is
+    /// any.
     pub fn non_number(self, bytes: &[u8]) -> Option<&'static str> {
-        // The largest of their magnitudes, which are ordered as their bits are.
+        // The largest magnitude; magnitudes have the same order as their bits.
         let (largest, infinity) = match self {
             Self::F16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7c00),
             Self::Bf16 => (magnitude(bytes, |b| u16::from_le_bytes(b) & 0x7fff).into(), 0x7f80),
@@ -80,7 +80,7 @@ impl Float {
         }
     }
 
-    /// The same dtype as safetensors calls it.
+    /// The same dtype in safetensors.
     pub(super) fn safetensors(self) -> Dtype {
         match self {
             Self::F32 => Dtype::F32,
@@ -91,7 +91,7 @@ impl Float {
     }
 
     fn read(self, bytes: &[u8]) -> f64 {
-        // Callers pass exactly one element; anything else would be a bug that NaN makes visible.
+        // Callers pass exactly one element; anything else is a bug, which NaN makes visible.
         let value = match self {
             Self::F32 => bytes.try_into().map(|b| f64::from(f32::from_le_bytes(b))),
             Self::Bf16 => bytes.try_into().map(|b| bf16::from_le_bytes(b).to_f64()),
@@ -123,9 +123,9 @@ impl fmt::Display for Float {
     }
 }
 
-/// Calls `f` with the bytes of the elements `range` of a shard, in order, in as many calls as it
-/// takes: one where they are a tensor in host memory, bounded parts where they are copied from a
-/// device or a file or made of halves.
+/// Calls `f` with the bytes of the elements `range` of a shard, in order: one call for a tensor in
+/// host memory, several bounded parts if elements are copied from a device or a file, or joined
+/// from halves.
 ///
 /// # Errors
 /// If they cannot be read, or what `f` returns.
@@ -160,7 +160,7 @@ pub(super) fn read_bytes(
             }
             Elements::Halves { low: None, .. } => {
                 return Err(Error::config(
-                    "internal error: half of a tensor's values was to be saved",
+                    "internal error: only half of a tensor's values would be saved",
                 ));
             }
             Elements::FileBacked(file_backed) => f(&file_backed.read_bytes(&part)?)?,
@@ -169,17 +169,18 @@ pub(super) fn read_bytes(
     Ok(())
 }
 
-/// The elements `part` of a tensor, in host memory: itself, if it is there.
+/// The elements `part` of a tensor in host memory, without a copy if it is already there.
 fn on_host(data: &Tensor, part: &Range<usize>) -> Result<Tensor> {
     let part = data.narrow(0, part.start, part.len())?;
     if data.device().is_cpu() {
         return Ok(part);
     }
-    // A view would drag its whole storage across; its own copy is only as large as it looks.
+    // Transferring a view would transfer its whole storage; a contiguous copy has only the needed
+    // elements.
     Ok(part.force_contiguous()?.to_device(&Device::Cpu)?)
 }
 
-/// Calls `f` with the bytes of the values of halves, some at a time.
+/// Calls `f` with the bytes of values joined from halves, in bounded parts.
 fn read_joined(high: &[bf16], low: &[i16], f: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let mut bytes = Vec::new();
     for (high, low) in high.chunks(JOINED_ELEMENTS).zip(low.chunks(JOINED_ELEMENTS)) {
@@ -192,11 +193,11 @@ fn read_joined(high: &[bf16], low: &[i16], f: &mut impl FnMut(&[u8]) -> Result<(
     Ok(())
 }
 
-/// A block of stored elements and a block of wanted ones of the same logical tensor.
+/// A block of stored elements and a block of requested ones of the same logical tensor.
 pub(super) type Pair = (Block, Block);
 
-/// Copies what the blocks of each of `pairs` share from `stored` (bytes of elements of dtype
-/// `from`) into a shard's elements, converting.
+/// Copies the shared elements of each of `pairs` from `stored` (bytes of elements of dtype `from`)
+/// into a shard's elements, with conversion.
 ///
 /// # Errors
 /// If they cannot be written.
@@ -261,7 +262,7 @@ pub(super) fn write_shared(
     }
 }
 
-/// Copies what [`on_host`] gave of a tensor on a device back to where it was.
+/// Copies the result of [`on_host`] back to the tensor on the device.
 fn put_back(data: &Tensor, host: &Tensor, start: usize) -> Result<()> {
     if data.device().is_cpu() {
         return Ok(());
@@ -272,7 +273,7 @@ fn put_back(data: &Tensor, host: &Tensor, start: usize) -> Result<()> {
 /// Splits stored values into halves.
 fn split_run(stored: &[u8], from: Float, high: &mut [bf16], low: Option<&mut [i16]>) {
     let values = stored.chunks_exact(from.size()).map(|bytes| match from {
-        // Bit for bit, and fast: checkpoints hold masters.
+        // The common case, bit for bit and fast: checkpoints hold fp32 masters.
         Float::F32 => f32::from_le_bytes(bytes.try_into().unwrap_or_default()),
         _ => from.read(bytes) as f32,
     });
@@ -287,15 +288,14 @@ fn split_run(stored: &[u8], from: Float, high: &mut [bf16], low: Option<&mut [i1
     }
 }
 
-/// Calls `f` with every run that the blocks of each of `pairs` share; where it goes counts from
-/// element `first` on.
+/// Calls `f` with every shared run of each of `pairs`; destinations count from element `first`.
 fn for_each_run(pairs: &[Pair], first: usize, mut f: impl FnMut(Run)) {
     for (stored, wanted) in pairs {
         stored.for_each_run(wanted, |run| f(Run { dst: run.dst - first, ..run }));
     }
 }
 
-/// Copies a run of elements between bytes, converting where the dtypes differ.
+/// Copies a run of elements between bytes, with conversion if the dtypes differ.
 pub(super) fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: Run) {
     let src = &src[run.src * from.size()..][..run.len * from.size()];
     let dst = &mut dst[run.dst * to.size()..][..run.len * to.size()];
@@ -311,7 +311,7 @@ pub(super) fn copy_run(src: &[u8], from: Float, dst: &mut [u8], to: Float, run: 
 /// The stored dtype of tensors of `dtype`.
 ///
 /// # Errors
-/// If checkpoints do not hold it.
+/// If checkpoints do not support it.
 fn float_of(dtype: DType) -> Result<Float> {
     Float::of(dtype).ok_or_else(|| {
         Error::config(format!(
@@ -321,12 +321,12 @@ fn float_of(dtype: DType) -> Result<Float> {
     })
 }
 
-/// Checks that a shard's pieces lie in its logical tensor and in its data; returns the dtype that
-/// the data is stored in.
+/// Checks that a shard's pieces are within its logical tensor and its data; returns the dtype that
+/// the data are stored in.
 ///
 /// # Errors
-/// Naming the tensor, if they do not, or if its data is not flat and contiguous or of another kind
-/// of dtype.
+/// If they are not, or if the data are not flat and contiguous, or have an unsupported dtype. The
+/// error names the tensor.
 pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
     let refuse =
         |message: String| Error::config(format!("{} ({}): {message}", shard.name, shard.kind));
@@ -403,7 +403,7 @@ mod tests {
 
     #[test]
     fn narrowing_rounds_to_the_nearest_even() {
-        // 1 + 2⁻⁸ and 1 + 3·2⁻⁸ lie midway between neighbours of bf16
+        // 1 + 2⁻⁸ and 1 + 3·2⁻⁸ are midway between neighbouring bf16 values
         let midway = [1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0];
         assert_eq!(converted(&midway, Float::F32, DType::BF16), [1.0, 1.0 + 4.0 / 256.0]);
         let above = f32::from_bits(midway[0].to_bits() + 1);

@@ -196,7 +196,7 @@ impl Header {
         let u64_at = |i: usize| u64::from(u32_at(i)) | u64::from(u32_at(i + 4)) << 32;
         let garbage = || {
             Error::comm(
-                "a message between ranks does not start with a header; is another program connected?",
+                "a message between ranks does not start with a header; another program may be connected",
             )
         };
         if u32_at(0) != MAGIC || u64_at(40) > MAX_PAYLOAD {
@@ -250,7 +250,7 @@ impl Message {
             .zip(len)
             .and_then(|(offset, len)| Block::open(&arena.heap_memory(src), offset, len));
         let block = block.ok_or_else(|| {
-            Error::comm(format!("a {} lies outside of its sender's memory", header.call))
+            Error::comm(format!("a {} is outside its sender's memory", header.call))
         })?;
         Ok(Self { header, payload, block: Some(block) })
     }

@@ -22,7 +22,7 @@ pub fn check_parts(
         return Ok(());
     }
     Err(Error::comm(format!(
-        "{}: {} is not {size} parts of {}",
+        "{}: {} cannot be split into {size} parts of {}",
         operation(),
         elements(large),
         elements(small)

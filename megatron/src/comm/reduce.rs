@@ -237,7 +237,7 @@ fn reduce(
         DType::F64 => fold_by::<f64>(parts, out, copy, op),
         dtype => {
             return Err(Error::comm(format!(
-                "elements of dtype {} cannot be combined",
+                "elements of dtype {} cannot be reduced",
                 dtype.as_str()
             )));
         }

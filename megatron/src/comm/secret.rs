@@ -55,9 +55,9 @@ impl Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
-            Self::Lacking => "it has no MEGATRON_RUN_SECRET, and this process has one",
-            Self::Unexpected => "it has a MEGATRON_RUN_SECRET, and this process has none",
-            Self::Different => "it has another MEGATRON_RUN_SECRET than this process",
+            Self::Lacking => "it has no MEGATRON_RUN_SECRET, but this process has one",
+            Self::Unexpected => "it has a MEGATRON_RUN_SECRET, but this process has none",
+            Self::Different => "its MEGATRON_RUN_SECRET differs from this process's",
         })
     }
 }
@@ -76,7 +76,7 @@ pub(crate) fn mismatch(error: &io::Error) -> Option<Mismatch> {
 }
 
 /// Advice for a mismatch.
-pub(crate) const ONE_SECRET: &str = "give all ranks the same, or none of them any";
+pub(crate) const ONE_SECRET: &str = "give all ranks the same secret, or give no rank a secret";
 
 fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
@@ -91,7 +91,7 @@ impl Secret {
     /// If the system provides no random numbers.
     pub fn new() -> Result<Self> {
         let bytes = random::<32>()
-            .map_err(|e| Error::comm(format!("cannot make a secret for the run: {e}")))?;
+            .map_err(|e| Error::comm(format!("cannot create a secret for the run: {e}")))?;
         let digits: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         Ok(Self(Some(digits.into())))
     }
@@ -107,12 +107,12 @@ impl Secret {
         if text.len() < SHORTEST {
             let length = text.len();
             return Err(Error::config(format!(
-                "{RUN_SECRET} has {length} characters; a secret has {SHORTEST} or more: {remedy}"
+                "{RUN_SECRET} has {length} characters, but a secret needs at least {SHORTEST}; use {remedy}"
             )));
         }
         if text.contains(|c: char| c.is_whitespace() || c.is_control()) {
             return Err(Error::config(format!(
-                "{RUN_SECRET} is not one word; a secret is: {remedy}"
+                "{RUN_SECRET} contains a space or a control character; use {remedy}"
             )));
         }
         Ok(Self(Some(text.into())))

@@ -142,7 +142,7 @@ fn call(me: &Me, to: usize, members: &[Member], deadline: Instant) -> Result<Tcp
         }
         if Instant::now() + pause >= deadline {
             let tried = match refusals.is_empty() {
-                true => "it is known by no address that leads there from here".to_string(),
+                true => "none of its addresses can be reached from here".to_string(),
                 false => refusals.join("; "),
             };
             let how = format!("cannot be reached ({tried})");
@@ -227,7 +227,7 @@ fn passes(error: &io::Error) -> bool {
 fn cannot_accept(error: &io::Error) -> Error {
     let advice = match error.raw_os_error() {
         Some(libc::EMFILE | libc::ENFILE) => {
-            "; raise the limit of open files (`ulimit -n`) where this rank starts"
+            "; raise the limit on open files (`ulimit -n`) where this rank starts"
         }
         _ => "",
     };
@@ -251,7 +251,7 @@ fn meet(
     let answered = secret::answer(&mut timed, secret, |stream| {
         let heard = hear(stream)?;
         let found = (rank + 1..size).find(|peer| heard == greeting(*nonce, *peer, *rank));
-        peer = found.ok_or_else(|| io::Error::other("not a rank of this run"))?;
+        peer = found.ok_or_else(|| io::Error::other("it is not a rank of this run"))?;
         Ok((heard.to_vec(), greeting(*nonce, *rank, peer).to_vec()))
     })?;
     introduced();
@@ -457,7 +457,7 @@ fn read_frames(from: &mut impl Read, rank: usize, inbox: &Inbox, waits: &Waits) 
                 let awaited = read_u32(from)? as usize;
                 let mut waits = lock(waits);
                 if awaited >= waits.len() {
-                    return Err(garbage(&"a rank that is not of this world"));
+                    return Err(garbage(&"a rank outside this world"));
                 }
                 waits[rank] = Some((awaited, Instant::now()));
             }

@@ -7,18 +7,18 @@ use serde::{Deserialize, Serialize};
 use super::TokenizerOptions;
 use crate::{Error, Result};
 
-/// In which order samples are read.
+/// The order in which samples are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DataloaderType {
     /// Sample i is tokens [i·S, i·S + S] of the split, in order.
     Sequential,
-    /// The same samples in a random order, drawn anew every epoch from the seed.
+    /// The same samples in a random order, drawn again every epoch from the seed.
     Shuffled,
     /// Megatron's `GPTDataset` read in order: documents, and the samples cut from them, shuffled as
     /// numpy does under the seed.
     Single,
-    /// The samples of `Single` in an order drawn anew every epoch, as Megatron's random sampler
+    /// The samples of `Single` in an order drawn again every epoch, as Megatron's random sampler
     /// does.
     Cyclic,
 }
@@ -26,25 +26,25 @@ pub enum DataloaderType {
 /// Where training data comes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DataConfig {
-    /// Text files, folders of text, or indexed-dataset prefixes, each after its weight if there are
-    /// weights.
+    /// Text files, folders of text, or indexed-dataset prefixes, each preceded by its weight if
+    /// there are weights.
     pub data_path: Vec<String>,
     /// Weights of train, valid and test, e.g. `969,30,1`.
     pub split: String,
     /// `byte`, the path of a `tokenizer.json` or of GPT-2's `vocab.json`, `train:VOCAB`, or
     /// `null:VOCAB`. May be absent for indexed datasets.
     pub tokenizer: Option<String>,
-    /// What a tokenizer's own files do not settle.
+    /// Options that a tokenizer's own files do not determine.
     #[serde(default)]
     pub tokenizer_options: TokenizerOptions,
     /// The order in which training samples are read.
     pub dataloader_type: DataloaderType,
-    /// Leave out the loss at tokens that end documents.
+    /// Exclude end-of-document tokens from the loss.
     pub eod_mask_loss: bool,
-    /// Count positions from 0 again behind tokens that end documents.
+    /// Restart positions at 0 after each end-of-document token.
     #[serde(default)]
     pub reset_position_ids: bool,
-    /// Keep attention within documents: tokens see nothing before the start of their own.
+    /// Restrict attention to the token's own document.
     #[serde(default)]
     pub reset_attention_mask: bool,
     /// Where trained tokenizers and tokenized text are cached.
@@ -54,46 +54,46 @@ pub struct DataConfig {
     pub mock: bool,
 }
 
-/// What a run takes from the checkpoint that it loads.
+/// The parts of a loaded checkpoint that a run takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Takes {
-    /// All: it goes on where the other stopped.
+    /// Everything: the run continues where the other stopped.
     #[default]
     All,
-    /// Weights and progress; the optimizer, and the loss scale, start afresh (Megatron-LM's
+    /// Weights and progress; the optimizer and the loss scale start fresh (Megatron-LM's
     /// `--no-load-optim`).
     WithoutOptimizer,
-    /// Weights alone: it is a run of its own, from its first step on (`--finetune`).
+    /// Only weights: a new run that starts at step 1 (`--finetune`).
     Weights,
 }
 
-/// Whose learning rate, schedule and weight decay a resumed run has, where they differ from the
+/// The source of a resumed run's learning rate, schedule and weight decay, if they differ from the
 /// checkpoint's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SchedulerOf {
-    /// The run's, with a note for each that differs.
+    /// The run's, with a note for each difference.
     #[default]
     RunNoted,
-    /// The run's, as was asked for (Megatron-LM's `--override-opt_param-scheduler`).
+    /// The run's, as requested (Megatron-LM's `--override-opt_param-scheduler`).
     Run,
     /// The checkpoint's (`--use-checkpoint-opt_param-scheduler`).
     Checkpoint,
 }
 
-/// Which of a run's checkpoints stay once a newer one is complete; all, where nothing is set.
+/// Which of a run's checkpoints stay once a newer one is complete; all if nothing is set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Retention {
-    /// Those of steps that are multiples of this stay.
+    /// Checkpoints of steps that are multiples of this stay.
     pub interval: Option<u64>,
-    /// So many of the latest stay; of others, where `interval` alone is set, the latest.
+    /// This many of the latest stay. If only `interval` is set, the latest stays too.
     pub most_recent: Option<u64>,
 }
 
 impl Retention {
-    /// Whether the checkpoint of step `iteration` stays beside `newer` newer ones. The newest
-    /// always does.
+    /// Whether the checkpoint of step `iteration` stays if there are `newer` newer ones. The newest
+    /// always stays.
     pub fn keeps(&self, iteration: u64, newer: u64) -> bool {
         let Self { interval, most_recent } = *self;
         let is_multiple =
@@ -103,35 +103,37 @@ impl Retention {
     }
 }
 
-/// Where checkpoints go and come from.
+/// Where checkpoints are saved to and loaded from.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointConfig {
     /// Folder to write checkpoints to.
     pub save: Option<PathBuf>,
-    /// Save every so many steps; the last step is always saved if `save` is given.
+    /// Steps between checkpoints; the last step is always saved if `save` is given.
     pub save_interval: Option<u64>,
-    /// Checkpoints amid the run are written while training goes on, out of a copy of the state.
+    /// Checkpoints of `save_interval` are written in the background while training continues, from
+    /// a copy of the state.
     #[serde(default)]
     pub async_save: bool,
-    /// Which of those in `save` stay.
+    /// Which checkpoints in `save` stay.
     #[serde(default)]
     pub retention: Retention,
-    /// Folder to resume from, or that of one checkpoint in it; starts fresh where there is none.
+    /// Folder to resume from, or the folder of one checkpoint in it; without a checkpoint, the run
+    /// starts fresh.
     pub load: Option<PathBuf>,
-    /// The iteration to resume from, rather than the latest in `load`.
+    /// The iteration to resume from instead of the latest in `load`.
     #[serde(default)]
     pub ckpt_step: Option<u64>,
-    /// Whose schedule a resumed run has.
+    /// The source of a resumed run's schedule.
     #[serde(default)]
     pub scheduler: SchedulerOf,
-    /// Where there is none, the run ends with an error instead.
+    /// If `load` holds no checkpoint, the run ends with an error instead.
     #[serde(default)]
     pub exit_on_missing_checkpoint: bool,
-    /// What is taken from `load`; where that is not all, a checkpoint has to be there.
+    /// The parts taken from `load`; unless it is `All`, a checkpoint must exist.
     #[serde(default)]
     pub takes: Takes,
-    /// Hugging Face folder to take the architecture and, where `load` holds no checkpoint, the
-    /// weights from.
+    /// Hugging Face folder that gives the architecture and, if `load` holds no checkpoint, the
+    /// weights.
     #[serde(default)]
     pub init_from_hf: Option<PathBuf>,
 }
@@ -139,19 +141,19 @@ pub struct CheckpointConfig {
 /// What a run reports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoggingConfig {
-    /// Log every so many steps.
+    /// Steps between log lines.
     pub log_interval: u64,
-    /// Evaluate every so many steps; `None`: only at the end if there is validation data.
+    /// Steps between evaluations; `None`: only at the end, if there is validation data.
     pub eval_interval: Option<u64>,
     /// Global batches per evaluation.
     pub eval_iters: u64,
-    /// Beside log lines, the norm of all parameters (Megatron-LM's `--log-params-norm`).
+    /// Adds the norm of all parameters to log lines (Megatron-LM's `--log-params-norm`).
     #[serde(default)]
     pub log_params_norm: bool,
-    /// Beside log lines, how many elements of the gradient are zero (`--log-num-zeros-in-grad`).
+    /// Adds the number of zero elements in the gradient to log lines (`--log-num-zeros-in-grad`).
     #[serde(default)]
     pub log_num_zeros_in_grad: bool,
-    /// File that receives one JSON object a step.
+    /// File that receives one JSON object per step.
     pub metrics: Option<PathBuf>,
     /// Event files for TensorBoard, if any.
     #[serde(default)]
@@ -165,14 +167,14 @@ pub struct LoggingConfig {
     pub profile: Option<ProfileConfig>,
 }
 
-/// What TensorBoard gets to show of a run, under Megatron-LM's names.
+/// The values of a run written for TensorBoard, under Megatron-LM's names.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TensorboardConfig {
     /// Folder of the curves over steps.
     pub dir: PathBuf,
     /// Steps between values of a curve.
     pub log_interval: u64,
-    /// Perplexity beside the loss of evaluations.
+    /// Also write the perplexity of evaluations.
     pub log_validation_ppl: bool,
     /// Time and throughput of a step: means over the steps between log lines.
     pub log_timers: bool,
@@ -190,13 +192,13 @@ impl TensorboardConfig {
 /// Which steps of which ranks are recorded, and where the traces go.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ProfileConfig {
-    /// Gets one trace file per rank.
+    /// Folder for the traces, one file per rank.
     pub dir: PathBuf,
     /// The first recorded step, from 1.
     pub step_start: u64,
-    /// The first step that is not recorded any more.
+    /// The step at which recording ends; not recorded.
     pub step_end: u64,
-    /// Empty: all.
+    /// Ranks to record; empty: all.
     pub ranks: Vec<usize>,
 }
 
@@ -213,13 +215,13 @@ pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     };
     let fields: Vec<&str> = text.split(',').map(str::trim).collect();
     if fields.len() > 3 {
-        return Err(wrong(format!("has {} weights rather than at most three", fields.len())));
+        return Err(wrong(format!("has {} weights, but at most three are allowed", fields.len())));
     }
     let mut weights = [0.0; 3];
     for (weight, field) in weights.iter_mut().zip(&fields) {
         *weight = field
             .parse::<f64>()
-            .map_err(|_| wrong(format!("has \"{field}\" where a number belongs")))?;
+            .map_err(|_| wrong(format!("has \"{field}\", which is not a number")))?;
         if !weight.is_finite() || *weight < 0.0 {
             return Err(wrong(format!("has the weight {field}, which is negative or not finite")));
         }
@@ -231,7 +233,7 @@ pub fn parse_split(text: &str) -> Result<[f64; 3]> {
     Ok(weights.map(|weight| weight / sum))
 }
 
-/// No data: a program that uses the library brings samples of its own.
+/// No data: a program that uses the library provides its own samples.
 impl Default for DataConfig {
     fn default() -> Self {
         Self {
@@ -249,7 +251,7 @@ impl Default for DataConfig {
     }
 }
 
-/// A line a step, and nothing else.
+/// A log line for each step, and nothing else.
 impl Default for LoggingConfig {
     fn default() -> Self {
         Self {

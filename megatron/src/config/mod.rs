@@ -1,8 +1,8 @@
-//! What a run is made of: resolved values, one struct per section of the run file.
+//! The configuration of a run: resolved values, one struct per section of the run file.
 //!
-//! These are the values *after* defaults, file and flags were merged; `tools` does the merging.
-//! Cross-checks between sections live in [`RunConfig::validate`], so that a library user gets the
-//! same errors as the command line.
+//! These are the values *after* defaults, file and flags were merged; `tools` merges them.
+//! Cross-checks between sections are in [`RunConfig::validate`], so that library users get the same
+//! errors as users of the command line.
 //!
 //! ```
 //! use megatron::config::{ModelConfig, ParallelConfig, RunConfig, Origins};
@@ -59,7 +59,7 @@ pub(crate) use validate::tests::valid;
 
 use serde::{Deserialize, Serialize};
 
-/// A whole run. Every part has a default, so that a program names what it changes:
+/// A whole run. Every part has a default, so that a program sets only what it changes:
 ///
 /// ```
 /// use megatron::config::{OptimizerConfig, RunConfig, TrainingConfig};
@@ -75,15 +75,15 @@ use serde::{Deserialize, Serialize};
 pub struct RunConfig {
     /// The architecture.
     pub model: ModelConfig,
-    /// How model and batch are cut over ranks.
+    /// How model and batch are split over ranks.
     pub parallel: ParallelConfig,
-    /// What is read, and how it becomes tokens.
+    /// The data, and how text becomes tokens.
     pub data: DataConfig,
     /// Batch sizes, length, seed, precision, recompute.
     pub training: TrainingConfig,
     /// The optimizer and its schedules.
     pub optimizer: OptimizerConfig,
-    /// What is saved where and when, and what a run starts from.
+    /// What is saved, where and when, and what a run starts from.
     pub checkpoint: CheckpointConfig,
     /// What a run reports.
     pub logging: LoggingConfig,

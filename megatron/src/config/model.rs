@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How positions enter the model.
+/// How the model encodes positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PositionEmbedding {
@@ -17,36 +17,35 @@ pub enum PositionEmbedding {
     None,
 }
 
-/// How rotary frequencies are stretched to sequences longer than those a model was first trained
-/// on.
+/// How rotary frequencies are scaled for sequences longer than those a model was first trained on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RopeScaling {
-    /// Frequencies stay as they are.
+    /// Frequencies are unchanged.
     #[default]
     None,
     /// All frequencies divided by `factor` (position interpolation, Chen et al. 2023).
     Linear {
-        /// What positions are divided by; above 0.
+        /// Divisor of positions; above 0.
         factor: f64,
     },
-    /// Llama 3.1's: frequencies whose wavelength exceeds `original_max_position` /
-    /// `low_freq_factor` are divided by `factor`, those below `original_max_position` /
-    /// `high_freq_factor` stay, and between the two it blends.
+    /// Llama 3.1's: frequencies with a wavelength above `original_max_position` / `low_freq_factor`
+    /// are divided by `factor`. Frequencies with a wavelength below `original_max_position` /
+    /// `high_freq_factor` stay. Between the two it interpolates.
     Llama3 {
-        /// What the lowest frequencies are divided by.
+        /// Divisor of the lowest frequencies.
         factor: f64,
-        /// Marks the wavelengths from which frequencies are divided.
+        /// Sets the wavelength above which frequencies are divided.
         low_freq_factor: f64,
-        /// Marks the wavelengths below which frequencies stay.
+        /// Sets the wavelength below which frequencies stay.
         high_freq_factor: f64,
-        /// Longest sequence of the training before; in tokens.
+        /// Longest sequence of the original training, in tokens.
         original_max_position: usize,
     },
 }
 
 impl RopeScaling {
-    /// Llama 3's with the constants that Megatron-LM fixes.
+    /// Llama 3's scaling with Megatron-LM's fixed constants.
     pub fn llama3(factor: f64) -> Self {
         Self::Llama3 {
             factor,
@@ -84,9 +83,9 @@ impl RopeScaling {
 /// Attention to the nearest tokens only (Beltagy et al. 2020; Mistral 7B).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlidingWindow {
-    /// Tokens that a query sees at most, itself included.
+    /// Most tokens that a query attends to, itself included.
     pub size: usize,
-    /// Layers, from 0, whose queries see all tokens before them all the same.
+    /// Layers, from 0, in which queries attend to all tokens before them anyway.
     pub full_layers: Vec<usize>,
 }
 
@@ -95,7 +94,7 @@ pub struct SlidingWindow {
 pub enum Normalization {
     /// Mean and variance, with weight and bias.
     LayerNorm,
-    /// Root mean square, with a weight alone (Zhang and Sennrich 2019).
+    /// Root mean square, with only a weight (Zhang and Sennrich 2019).
     RMSNorm,
 }
 
@@ -118,14 +117,14 @@ pub struct ModelConfig {
     pub seq_length: usize,
     /// Rows of the learned position embedding; the longest sequence the model accepts.
     pub max_position_embeddings: usize,
-    /// How the model tells positions apart.
+    /// How the model encodes positions.
     pub position_embedding: PositionEmbedding,
     /// Base of the rotary frequencies.
     pub rotary_base: f64,
     /// Applied to the rotary frequencies.
     #[serde(default)]
     pub rope_scaling: RopeScaling,
-    /// `None`: every query sees all tokens before it.
+    /// `None`: every query attends to all tokens before it.
     #[serde(default)]
     pub sliding_window: Option<SlidingWindow>,
     /// A LayerNorm of the token embedding (Bloom).
@@ -139,9 +138,9 @@ pub struct ModelConfig {
     pub swiglu: bool,
     /// Biases in the linear layers.
     pub bias_linear: bool,
-    /// A bias in the QKV projection even where `bias_linear` is false (Qwen2).
+    /// A bias in the QKV projection even if `bias_linear` is false (Qwen2).
     pub qkv_bias: bool,
-    /// The output matrix is a parameter of its own rather than the token embedding.
+    /// The output matrix is a separate parameter instead of the token embedding.
     pub untie_embeddings_and_output_weights: bool,
     /// Number of tokens of the tokenizer; never padded. 0 until the data are opened.
     pub vocab_size: usize,
@@ -162,7 +161,7 @@ impl ModelConfig {
         self.vocab_size.next_multiple_of((self.make_vocab_size_divisible_by * tp).max(1))
     }
 
-    /// Tokens that a query of layer `layer` (from 0) sees at most, if there is a limit.
+    /// Most tokens that a query of layer `layer` (from 0) attends to, if there is a limit.
     pub fn window(&self, layer: usize) -> Option<usize> {
         self.sliding_window
             .as_ref()
@@ -184,15 +183,15 @@ impl ModelConfig {
         (h * qkv + q * h + h * fc1 + f * h + norms + biases) as u64
     }
 
-    /// Pairs of a query and a key of a sample that meet in layer `layer`, from 0, without the half
-    /// of a token and itself.
+    /// Query-key pairs of a sample in layer `layer` (from 0), counting the pair of a token with
+    /// itself as half.
     pub fn attention_pairs(&self, layer: usize) -> f64 {
         let s = self.seq_length as f64;
         let w = self.window(layer).map_or(s, |window| s.min(window as f64));
         w * s - w * w / 2.0
     }
 
-    /// Multiplications of the forward pass of layer `layer` for a token: matrices, and attention.
+    /// Multiplications per token in the forward pass of layer `layer`: matrices and attention.
     pub fn layer_flops(&self, layer: usize) -> u64 {
         let (h, f, d) = (self.hidden_size, self.ffn_hidden_size, self.head_dim);
         let (q, kv) = (self.num_attention_heads * d, self.num_query_groups * d);
@@ -200,13 +199,13 @@ impl ModelConfig {
         (h * (q + 2 * kv) + q * h + mlp * h * f) as u64 + self.attention_flops(layer)
     }
 
-    /// Those of them that are attention's own: scores and weighted values.
+    /// The part of these for attention itself: scores and weighted values.
     pub fn attention_flops(&self, layer: usize) -> u64 {
         let keys = 2.0 * self.attention_pairs(layer) / self.seq_length.max(1) as f64;
         (keys * (self.num_attention_heads * self.head_dim) as f64) as u64
     }
 
-    /// Multiplications of the output matrix's forward pass for a token.
+    /// Multiplications per token in the forward pass of the output matrix.
     pub fn head_flops(&self) -> u64 {
         (self.hidden_size * self.vocab_size) as u64
     }
@@ -219,7 +218,7 @@ impl ModelConfig {
     }
 
     /// Parameters of the first stage's embeddings, and of the last stage's normalization and output
-    /// matrix. A tied matrix counts at both ends: it costs memory and time on both.
+    /// matrix. A tied matrix counts on both stages, because it costs memory and time on both.
     pub fn end_params(&self) -> (u64, u64) {
         let matrix = self.vocab_size * self.hidden_size;
         let positions = match self.position_embedding {
@@ -230,7 +229,7 @@ impl ModelConfig {
         ((matrix + positions + norm) as u64, (matrix + self.norm_params()) as u64)
     }
 
-    /// Parameters of the model, a tied matrix counted once.
+    /// Parameters of the model; a tied matrix counts once.
     pub fn num_params(&self) -> u64 {
         let (first, last) = self.end_params();
         let twice = if self.untie_embeddings_and_output_weights {
@@ -242,8 +241,8 @@ impl ModelConfig {
     }
 }
 
-/// One small layer of GPT-2's kind, for `ModelConfig { hidden_size: 512, ..Default::default() }`:
-/// sizes are to be set, other settings are those that Megatron-LM's flags have by default.
+/// One small GPT-2 layer, for use as `ModelConfig { hidden_size: 512, ..Default::default() }`: set
+/// the sizes; other settings are the defaults of Megatron-LM's flags.
 impl Default for ModelConfig {
     fn default() -> Self {
         Self {

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 pub enum OptimizerKind {
     /// AdamW, decoupled weight decay (Loshchilov & Hutter 2019).
     Adam,
-    /// SGD with momentum and decoupled-from-nothing (L2) weight decay, as PyTorch's.
+    /// SGD with momentum and L2 weight decay (not decoupled), as in PyTorch.
     Sgd,
 }
 
@@ -37,8 +37,8 @@ pub enum DecayStyle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WsdDecayStyle {
-    /// At t, which runs from 0 to 1, 2 · 2^(−t) − 1 of the fall from the peak to `min_lr`
-    /// is left.
+    /// At time t from 0 to 1, the fraction 2 · 2^(−t) − 1 of the fall from the peak to `min_lr` is
+    /// left.
     Exponential,
     /// 1 − t is left.
     Linear,
@@ -71,20 +71,20 @@ pub struct WeightDecayIncrease {
     pub samples: u64,
 }
 
-/// What a moment of AdamW's is kept in between steps, which are computed in fp32.
+/// The dtype in which a moment of AdamW is stored between steps; steps compute in fp32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MomentDtype {
-    /// 4 bytes an element.
+    /// 4 bytes per element.
     #[default]
     Fp32,
-    /// The first moment is rounded to the nearest, the second stochastically, alike in every layout
-    /// ([`kernels::ops::optimizer::StochasticRounding`]).
+    /// The first moment is rounded to nearest, the second stochastically, in the same way under
+    /// every layout ([`kernels::ops::optimizer::StochasticRounding`]).
     Bf16,
 }
 
 impl MomentDtype {
-    /// The tensor's, beside gradients of dtype `grads`.
+    /// The dtype of the moment tensor, for gradients of dtype `grads`.
     pub fn dtype(self, grads: DType) -> DType {
         match self {
             Self::Fp32 => grads,
@@ -109,9 +109,9 @@ pub enum OptimizerOffload {
     /// In the memory of the parameters' device.
     #[default]
     None,
-    /// In the host's memory, of parameters on a GPU.
+    /// In host memory, for parameters on a GPU.
     Cpu,
-    /// In files without names on the disk of this folder.
+    /// In unnamed files on the disk of this folder.
     Nvme(PathBuf),
 }
 
@@ -125,7 +125,7 @@ pub struct OptimizerConfig {
     pub lr: f64,
     /// Learning rate at the end of the decay.
     pub min_lr: f64,
-    /// From the end of the warm-up on.
+    /// Applies from the end of the warm-up.
     pub decay_style: DecayStyle,
     /// Samples until `min_lr` is reached, warm-up included.
     pub decay_samples: u64,
@@ -136,11 +136,11 @@ pub struct OptimizerConfig {
     pub warmup_init: f64,
     /// Samples of the final annealing of a WSD schedule.
     pub wsd_decay_samples: u64,
-    /// Matters under [`DecayStyle::Wsd`] alone.
+    /// Only used with [`DecayStyle::Wsd`].
     pub wsd_decay_style: WsdDecayStyle,
-    /// Decoupled weight decay of parameters of two or more dimensions.
+    /// Decoupled weight decay of parameters with two or more dimensions.
     pub weight_decay: f64,
-    /// One that grows during the run, in its place.
+    /// A weight decay that grows during the run; replaces `weight_decay`.
     #[serde(default)]
     pub weight_decay_increase: Option<WeightDecayIncrease>,
     /// Decay of AdamW's first moment.
@@ -149,10 +149,10 @@ pub struct OptimizerConfig {
     pub adam_beta2: f64,
     /// Added to the root of AdamW's second moment.
     pub adam_eps: f64,
-    /// What the first moment is kept in.
+    /// Dtype of the first moment.
     #[serde(default)]
     pub exp_avg_dtype: MomentDtype,
-    /// What the second moment is kept in.
+    /// Dtype of the second moment.
     #[serde(default)]
     pub exp_avg_sq_dtype: MomentDtype,
     /// Where moments (SGD's momentum) are kept.
@@ -164,7 +164,7 @@ pub struct OptimizerConfig {
     pub clip_grad: f64,
 }
 
-/// AdamW at a constant learning rate of 1e-3, as PyTorch's, and Megatron-LM's clipping.
+/// AdamW with a constant learning rate of 1e-3, as in PyTorch, and Megatron-LM's clipping.
 impl Default for OptimizerConfig {
     fn default() -> Self {
         Self {

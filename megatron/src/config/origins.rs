@@ -1,4 +1,4 @@
-//! Where each setting of a run came from, so that errors can say it.
+//! Records where each setting of a run came from, for error messages.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -7,12 +7,12 @@ use std::fmt::Display;
 /// environment, a default.
 ///
 /// A library user who fills [`RunConfig`](super::RunConfig) by hand passes `Origins::default()`;
-/// messages then name values only.
+/// messages then contain only values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origins(BTreeMap<String, String>);
 
 impl Origins {
-    /// Notes that `key` was decided by `origin`, e.g. `--num-layers`, `run.toml:7`, `default`.
+    /// Records that `origin` set `key`, e.g. `--num-layers`, `run.toml:7`, `default`.
     pub fn record(&mut self, key: impl Into<String>, origin: impl Into<String>) {
         self.0.insert(key.into(), origin.into());
     }

@@ -1,4 +1,4 @@
-//! `[parallel]`: how the model and the batch are cut over ranks.
+//! `[parallel]`: how the model and the batch are split over ranks.
 
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -15,16 +15,16 @@ pub enum ScheduleKind {
     Interleaved,
 }
 
-/// How layers are dealt to (virtual) stages.
+/// How layers are distributed over (virtual) stages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PartitionMethod {
-    /// As many layers each; the first stages take one more where it does not divide.
+    /// Equally many layers; the first stages take one more if the number does not divide evenly.
     Uniform,
     /// Balanced by parameter count, embedding and output matrix included.
     Parameters,
-    /// Balanced by the operations of a step: layers and the output matrix; looking embeddings up is
-    /// none.
+    /// Balanced by the operations of a step: layers and the output matrix; embedding lookups do not
+    /// count.
     Flops,
     /// Layers of each virtual stage, in order.
     Explicit(Vec<usize>),
@@ -43,17 +43,17 @@ pub struct ParallelConfig {
     pub data_parallel_size: usize,
     /// v: virtual stages (chunks) per stage; 1 unless interleaved.
     pub virtual_pipeline_size: usize,
-    /// Which passes a pipeline stage makes in which order.
+    /// The order of passes of a pipeline stage.
     pub schedule: ScheduleKind,
-    /// Stages compute gradients of weights where they would wait (Qi et al. 2023).
+    /// Stages compute weight gradients while they would otherwise wait (Qi et al. 2023).
     pub delay_wgrad_compute: bool,
-    /// Forwards that the first stage runs ahead beyond 1F1B's; stages behind it fewer, the last
-    /// none.
+    /// Extra forward passes that the first stage runs before its first backward, beyond 1F1B's;
+    /// later stages run fewer, the last none.
     #[serde(default)]
     pub extra_warmup: usize,
     /// Which layers a pipeline stage holds.
     pub partition: PartitionMethod,
-    /// Activations between tensor-parallel regions are cut along the sequence (Korthikanti et al.
+    /// Activations between tensor-parallel regions are split along the sequence (Korthikanti et al.
     /// 2022).
     pub sequence_parallel: bool,
     /// Stage of ZeRO, 0 to 3: what replicas shard among them. 1: optimizer state; 2: gradients,
@@ -67,9 +67,9 @@ pub struct ParallelConfig {
     /// first use in a step to its end.
     #[serde(default = "yes")]
     pub zero_reshard_after_forward: bool,
-    /// Gradient buckets are reduced while backward still runs.
+    /// Gradient buckets are reduced while backward is still running.
     pub overlap_grad_reduce: bool,
-    /// Elements per gradient bucket, at least.
+    /// Minimum elements per gradient bucket.
     pub bucket_size: usize,
 }
 

@@ -1,4 +1,4 @@
-//! What numbers are stored in, and how small gradients survive fp16.
+//! The dtypes of stored numbers, and the loss scale that keeps small fp16 gradients from vanishing.
 
 use std::fmt;
 
@@ -16,15 +16,15 @@ pub enum Precision {
     /// Everything in fp32.
     #[default]
     Fp32,
-    /// Weights and activations in bf16. Gradients are summed in fp32, and what weights lack
-    /// of fp32 is kept beside them.
+    /// Weights and activations in bf16. Gradients are summed in fp32, and the low halves of fp32
+    /// weights are stored separately.
     Bf16,
-    /// Weights and activations in fp16, with fp32 weights beside them and the loss scaled.
+    /// Weights and activations in fp16, with separate fp32 weights and a scaled loss.
     Fp16(LossScaling),
 }
 
 impl Precision {
-    /// What weights and activations are stored in.
+    /// Dtype of weights and activations.
     pub fn dtype(self) -> DType {
         match self {
             Self::Fp64 => DType::F64,
@@ -50,26 +50,25 @@ impl fmt::Display for Precision {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LossScaling {
-    /// The same all along.
+    /// Constant.
     Static(f64),
-    /// Halved when gradients overflow, doubled when they have not for a while; see
+    /// Halved when gradients overflow, doubled after a while without overflow; see
     /// [`crate::optim::LossScaler`].
     Dynamic(DynamicLossScale),
 }
 
-/// Settings of a loss scale that adapts itself, with DeepSpeed's defaults.
+/// Settings of a dynamic loss scale, with DeepSpeed's defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DynamicLossScale {
-    /// At the first step.
+    /// The scale at the first step.
     pub initial: f64,
     /// An overflow at this scale ends the run.
     pub min: f64,
     /// Steps without overflow after which the scale is doubled.
     pub window: u64,
-    /// Overflows that it takes to halve the scale.
+    /// Overflows before the scale is halved.
     pub hysteresis: u64,
-    /// Every step without overflow starts the count of overflows anew; otherwise only a doubling
-    /// does.
+    /// Every step without overflow resets the count of overflows; otherwise only a doubling does.
     pub consecutive_hysteresis: bool,
 }
 

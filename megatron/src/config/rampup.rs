@@ -1,4 +1,4 @@
-//! A global batch that grows at the beginning of a run, and how many steps the run then has.
+//! A global batch that grows at the start of a run, and the resulting number of steps.
 //!
 //! Source: Megatron-LM `core/num_microbatches_calculator.py`
 //! (`RampupBatchsizeNumMicroBatchesCalculator`) and `training/training.py` (`update_train_iters`).
@@ -7,21 +7,21 @@ use serde::{Deserialize, Serialize};
 
 use super::TrainingConfig;
 
-/// `--rampup-batch-size START INCREMENT SAMPLES`: the global batch grows from `start` to the run's
-/// own in equal increments, each of which lasts for as many samples.
+/// `--rampup-batch-size START INCREMENT SAMPLES`: the global batch grows from `start` to the full
+/// size in equal increments, each for the same number of samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchSizeRampup {
     /// Samples of the first step.
     pub start: usize,
-    /// By how many samples the global batch grows at a time.
+    /// Samples by which the global batch grows at a time.
     pub increment: usize,
-    /// After how many samples it is the run's own.
+    /// Samples after which the batch has its full size.
     pub samples: u64,
 }
 
 impl BatchSizeRampup {
-    /// Samples of the step that follows `consumed` samples, where `whole` is the run's global
-    /// batch. As Megatron reckons it, in f64.
+    /// Samples of the step that follows `consumed` samples; `whole` is the full global batch size.
+    /// Computed as in Megatron, in f64.
     fn at(&self, consumed: u64, whole: usize) -> usize {
         let increments = whole.saturating_sub(self.start).checked_div(self.increment).unwrap_or(0);
         if consumed > self.samples || increments == 0 {
@@ -40,8 +40,8 @@ impl TrainingConfig {
             .map_or(self.global_batch_size, |rampup| rampup.at(consumed, self.global_batch_size))
     }
 
-    /// Steps that a run which has consumed `consumed` of `samples` samples still has; what is left
-    /// of them in the end is less than a step's.
+    /// Steps left for a run that has consumed `consumed` of `samples` samples; the samples left at
+    /// the end are less than one step.
     pub fn steps_left(&self, mut consumed: u64, samples: u64) -> u64 {
         let mut steps = 0u64;
         while consumed < samples {
@@ -50,7 +50,7 @@ impl TrainingConfig {
             let alike = self.steps_alike(consumed, most);
             steps += alike;
             consumed += alike * batch;
-            // Later steps have no smaller batch.
+            // Later steps never have smaller batches.
             if alike == most {
                 break;
             }
@@ -58,8 +58,8 @@ impl TrainingConfig {
         steps
     }
 
-    /// How many steps from `consumed` samples on have the same global batch, at most `most`:
-    /// batches grow, so halving finds it.
+    /// How many steps from `consumed` samples on have the same global batch size, at most `most`.
+    /// Found by bisection, because batches only grow.
     fn steps_alike(&self, consumed: u64, most: u64) -> u64 {
         let batch = self.global_batch_size_at(consumed);
         let is_alike =

@@ -16,17 +16,17 @@ pub enum RecomputeMethod {
     Block,
 }
 
-/// Which activations are computed again in backward rather than kept.
+/// Which activations are recomputed in backward instead of kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Everything is kept.
     None,
-    /// The attention core and the MLP's activation are computed again.
+    /// The attention core and the MLP's activation are recomputed.
     Selective,
-    /// Whole layers are computed again.
+    /// Whole layers are recomputed.
     Full {
-        /// Which layers.
+        /// Selects the layers.
         method: RecomputeMethod,
         /// The N of the method.
         num_layers: usize,
@@ -34,8 +34,8 @@ pub enum Recompute {
 }
 
 impl Recompute {
-    /// The segments of a chunk of `layers` layers, in order, and whether each keeps its input alone
-    /// and is computed again in backward.
+    /// The segments of a chunk of `layers` layers, in order, and whether each keeps only its input
+    /// and is recomputed in backward.
     pub fn segments(self, layers: usize) -> Vec<(Range<usize>, bool)> {
         match self {
             Self::Full { method: RecomputeMethod::Uniform, num_layers } => {
@@ -56,46 +56,46 @@ impl Recompute {
 /// Batch and length of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainingConfig {
-    /// MBS: samples of one forward pass of one replica.
+    /// MBS: samples per forward pass of one replica.
     pub micro_batch_size: usize,
-    /// GBS: samples of one step over all replicas, once a ramp-up is over.
+    /// GBS: samples per step over all replicas, after any ramp-up.
     pub global_batch_size: usize,
-    /// How it grows until then.
+    /// How the batch grows until then.
     #[serde(default)]
     pub rampup: Option<BatchSizeRampup>,
     /// Steps of the whole run.
     pub train_iters: u64,
-    /// Samples of the whole run, where its length was given so: a run that goes on with another
-    /// global batch makes the steps that are left of them.
+    /// Samples of the whole run, if its length was given in samples. A resumed run with another
+    /// global batch size runs the remaining samples.
     #[serde(default)]
     pub train_samples: Option<u64>,
-    /// Stop after the step that is a multiple of this, after saving.
+    /// Save and stop after the first step that is a multiple of this.
     pub exit_interval: Option<u64>,
-    /// The run ends with an error after so many steps in a row whose loss or gradient is not
-    /// finite; 0: it goes on.
+    /// The run ends with an error after this many steps in a row with a loss or gradient that is
+    /// not finite; 0: never.
     #[serde(default)]
     pub max_nonfinite_steps: u64,
-    /// Stop after the step in which so many minutes since the program's start have passed, after
-    /// saving.
+    /// Save and stop after the first step that ends this many minutes or more after the program's
+    /// start.
     #[serde(default)]
     pub exit_duration_in_mins: Option<f64>,
-    /// Steps, from 1, whose samples are passed over: nothing is computed and nothing updated.
+    /// Steps, from 1, with samples to skip: nothing is computed or updated.
     #[serde(default)]
     pub iterations_to_skip: Vec<u64>,
-    /// Evaluate, and make no step.
+    /// Only evaluate, without training steps.
     #[serde(default)]
     pub skip_train: bool,
-    /// Every random number of the run is a function of this.
+    /// Seed of every random number of the run.
     pub seed: u64,
-    /// Less memory for more computation.
+    /// Trades computation for memory.
     pub recompute: Recompute,
-    /// Of weights and activations.
+    /// Dtype of weights and activations.
     pub precision: Precision,
-    /// Gradients are summed over dp in messages of bf16 (each sum in fp32, rounded once) rather
-    /// than of fp32.
+    /// Gradients are summed over dp with bf16 messages (each sum in fp32, rounded once) instead of
+    /// fp32.
     pub grad_reduce_in_bf16: bool,
     /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead
-    /// of their kernels.
+    /// of single kernels.
     #[serde(default)]
     pub enable_cuda_graph: bool,
 }
@@ -108,7 +108,7 @@ impl TrainingConfig {
     }
 }
 
-/// One sample a step, a hundred steps, in fp32.
+/// One sample per step, a hundred steps, in fp32.
 impl Default for TrainingConfig {
     fn default() -> Self {
         Self {

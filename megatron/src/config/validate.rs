@@ -1,7 +1,7 @@
 //! The equations that a run's settings must satisfy.
 //!
-//! Each error prints the equation with every number and where each came from, and what to change.
-//! All that is wrong is reported at once.
+//! Each error shows the equation with every number and its origin, and what to change. All errors
+//! are reported at once.
 
 mod ends;
 mod training;
@@ -42,10 +42,11 @@ impl RunConfig {
         check.finish()
     }
 
-    /// Checks what CUDA graphs, if they are asked for, go with: a part of [`RunConfig::validate`].
+    /// Checks the settings that CUDA graphs can be combined with: a part of
+    /// [`RunConfig::validate`].
     ///
     /// # Errors
-    /// As there.
+    /// As for [`RunConfig::validate`].
     pub fn validate_cuda_graph(&self) -> Result<()> {
         let mut check = Check { origins: &Origins::default(), problems: Vec::new() };
         check.cuda_graph(self);
@@ -60,7 +61,7 @@ impl RunConfig {
 }
 
 impl ParallelConfig {
-    /// Checks the model and the layout that cuts it, citing the origin of each number.
+    /// Checks the model and its layout, citing the origin of each number.
     ///
     /// # Errors
     /// [`Error::Config`] that lists everything found wrong with either.
@@ -72,10 +73,10 @@ impl ParallelConfig {
     }
 }
 
-/// Of all sizes; no model comes near.
+/// Limit of all sizes; no model comes near.
 const LARGEST: usize = i32::MAX as usize;
 
-/// Of a step: schedules are lists of all that is done.
+/// Limit per step, because a schedule lists every action.
 const MOST_MICROBATCHES: usize = 1 << 20;
 
 struct Check<'a> {
@@ -111,8 +112,8 @@ impl Check<'_> {
         self.require(value > 0, |c| format!("{} must be at least 1", c.cite(key, value)));
     }
 
-    /// A size of a model, a batch or a layout: at least 1, and small enough for products of a few
-    /// to be numbers.
+    /// A size of a model, a batch or a layout: at least 1, and small enough that products of a few
+    /// sizes do not overflow.
     fn size(&mut self, key: &str, value: usize) {
         self.positive(key, value);
         self.require(value <= LARGEST, |c| {
@@ -126,10 +127,10 @@ impl Check<'_> {
         });
     }
 
-    /// `value` lies in [0, 1); used for probabilities and momenta.
+    /// `value` is in [0, 1); used for probabilities and momenta.
     fn fraction(&mut self, key: &str, value: f64) {
         self.require((0.0..1.0).contains(&value), |c| {
-            format!("{} must lie in [0, 1)", c.cite(key, value))
+            format!("{} must be in [0, 1)", c.cite(key, value))
         });
     }
 
@@ -145,7 +146,7 @@ impl Check<'_> {
         });
     }
 
-    /// Losses are multiplied by it in f32.
+    /// Losses are multiplied by the loss scale in f32.
     fn a_loss_scale(&mut self, key: &str, value: f64) {
         self.require(value > 0.0 && value <= f64::from(f32::MAX), |c| {
             format!(
@@ -201,7 +202,7 @@ impl Check<'_> {
             "num_attention_heads",
             m.num_attention_heads,
             &[("num_query_groups", m.num_query_groups)],
-            "every group of key/value heads serves the same number of query heads",
+            "every key/value head serves the same number of query heads",
         );
         if m.position_embedding == PositionEmbedding::Rope {
             self.require(m.head_dim.is_multiple_of(2), |c| {
@@ -217,7 +218,7 @@ impl Check<'_> {
             self.above_zero("rope_scaling_factor", factor);
             self.require(m.position_embedding == PositionEmbedding::Rope, |c| {
                 format!(
-                    "{} scales rotary positions, which the model has not",
+                    "{} scales rotary positions, but the model has none",
                     c.cite("rope_scaling_factor", factor)
                 )
             });
@@ -263,19 +264,19 @@ impl Check<'_> {
             "num_attention_heads",
             m.num_attention_heads,
             &by_tp,
-            "heads are dealt to tensor-parallel ranks whole",
+            "a head cannot be split over tensor-parallel ranks",
         );
         self.divides(
             "num_query_groups",
             m.num_query_groups,
             &by_tp,
-            "key/value heads are dealt to tensor-parallel ranks whole",
+            "a key/value head cannot be split over tensor-parallel ranks",
         );
         self.divides(
             "ffn_hidden_size",
             m.ffn_hidden_size,
             &by_tp,
-            "the MLP is cut evenly over tensor-parallel ranks",
+            "the MLP is split evenly over tensor-parallel ranks",
         );
         let by_cp = ("context_parallel_size", cp);
         if cp > 1 && tp > 0 && m.num_query_groups.is_multiple_of(tp) {
@@ -283,13 +284,18 @@ impl Check<'_> {
                 "num_query_groups",
                 m.num_query_groups,
                 &[("tensor_model_parallel_size", tp), by_cp],
-                "attention deals the key/value heads of a tensor-parallel rank to its context-parallel ranks whole",
+                "context-parallel ranks share the key/value heads of a tensor-parallel rank, and a head cannot be split",
             );
         }
-        // By sequence parallelism, too, each context-parallel rank's part is cut.
+        // Sequence parallelism also splits each context-parallel rank's part.
         let cuts = [(p.sequence_parallel, by_tp[0]), (cp > 1, by_cp)];
         let cuts: Vec<_> = cuts.into_iter().filter(|(cut, _)| *cut).map(|(_, by)| by).collect();
-        self.divides("seq_length", m.seq_length, &cuts, "every rank has an equal part of a sample");
+        self.divides(
+            "seq_length",
+            m.seq_length,
+            &cuts,
+            "every rank holds an equal part of a sample",
+        );
         self.schedule(p);
         self.layers(p, m.num_layers, pp.saturating_mul(v));
     }
@@ -314,21 +320,21 @@ impl Check<'_> {
         });
         self.require(p.extra_warmup == 0 || p.schedule == ScheduleKind::OneFOneB, |c| {
             format!(
-                "{} is for the 1f1b schedule, and {}; drop one of them",
+                "{} is for the 1f1b schedule, but {}; drop one of them",
                 c.cite("pipeline_extra_warmup", p.extra_warmup),
                 c.cite("pipeline_schedule", if interleaved { "interleaved" } else { "gpipe" })
             )
         });
         self.require(p.extra_warmup == 0 || p.pipeline_model_parallel_size > 1, |c| {
             format!(
-                "{} changes nothing: forwards run ahead of a pipeline's first backward, and {}; leave it out",
+                "{} has no effect without a pipeline, and {}; leave it out",
                 c.cite("pipeline_extra_warmup", p.extra_warmup),
                 c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
             )
         });
         self.require(!p.delay_wgrad_compute || p.pipeline_model_parallel_size > 1, |c| {
             format!(
-                "{} changes nothing: it fills the time in which stages of a pipeline wait, and {}; leave it out",
+                "{} fills the time in which pipeline stages wait, so it has no effect with {}; leave it out",
                 c.cite("delay_wgrad_compute", true),
                 c.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size)
             )
@@ -349,7 +355,7 @@ impl Check<'_> {
                 );
                 self.require(sizes.len() == num_virtual_stages, |_| {
                     format!(
-                        "{cited} names {} stages, and there are {num_virtual_stages} ({stages})",
+                        "{cited} lists {} stages, but there are {num_virtual_stages} ({stages})",
                         sizes.len()
                     )
                 });
@@ -357,7 +363,7 @@ impl Check<'_> {
                 self.require(sum == Some(num_layers), |c| {
                     let dealt = sum.map_or("too many".to_string(), |sum| sum.to_string());
                     format!(
-                        "{cited} deals {dealt} layers, and {}",
+                        "{cited} distributes {dealt} layers, but {}",
                         c.cite("num_layers", num_layers)
                     )
                 });
@@ -365,8 +371,8 @@ impl Check<'_> {
             PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
                 self.require(num_layers >= num_virtual_stages, |c| {
                     format!(
-                        "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages or name the layers of \
-                         each with pipeline_partition",
+                        "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages, \
+                         or list the layers of each stage with pipeline_partition",
                         c.cite("num_layers", num_layers)
                     )
                 });
@@ -374,15 +380,15 @@ impl Check<'_> {
         }
     }
 
-    /// A graph repeats what it has recorded: nothing that differs from step to step may be part of
-    /// it, but what its inputs hold.
+    /// A graph replays what it recorded: only the contents of its inputs may differ from step to
+    /// step.
     fn cuda_graph(&mut self, run: &RunConfig) {
         let (t, p) = (&run.training, &run.parallel);
         if !t.enable_cuda_graph {
             return;
         }
         let graph = self.cite("enable_cuda_graph", true);
-        let whole = "a graph holds the computation of one rank, and messages between ranks within it are not recorded; set it to 1";
+        let whole = "a graph holds the computation of one rank and cannot record messages between ranks; set it to 1";
         let both = p.overlap_grad_reduce && p.data_parallel_size > 1;
         let (tp, cp, pp) =
             (p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size);
@@ -393,7 +399,7 @@ impl Check<'_> {
             (
                 !both,
                 self.cite("overlap_grad_reduce", true),
-                "gradients are reduced during backward, which is in the graph as a whole; leave it out",
+                "gradients are reduced during backward, but the graph contains backward as a whole; leave it out",
             ),
             (
                 p.zero_stage < 2 || p.num_shards() == 1,
@@ -402,7 +408,9 @@ impl Check<'_> {
             ),
         ] {
             self.require(holds, |_| {
-                format!("{what} does not go with {graph}: {why}, or leave out enable_cuda_graph")
+                format!(
+                    "{what} cannot be combined with {graph}: {why}, or leave out enable_cuda_graph"
+                )
             });
         }
     }
@@ -452,7 +460,7 @@ impl Check<'_> {
                 {
                     self.require(dtype == MomentDtype::Fp32, |c| {
                         format!(
-                            "{} is of Adam's moments, and the optimizer is SGD",
+                            "{} is for Adam's moments, but the optimizer is SGD",
                             c.cite(key, dtype)
                         )
                     });
@@ -461,7 +469,7 @@ impl Check<'_> {
         }
         self.require(o.warmup_samples <= o.decay_samples, |c| {
             format!(
-                "the warm-up of {} samples ({}) must end when the decay does, after {} samples ({}), or before",
+                "the warm-up of {} samples ({}) must end no later than the decay, which ends after {} samples ({})",
                 o.warmup_samples,
                 c.origins.of("lr_warmup").unwrap_or("warmup_samples"),
                 o.decay_samples,
@@ -483,7 +491,7 @@ impl Check<'_> {
 
     fn files(&mut self, run: &RunConfig) {
         self.require(!run.data.data_path.is_empty() || run.data.mock, |_| {
-            "data_path names no data".to_string()
+            "data_path is empty".to_string()
         });
         self.require(run.data.data_path.is_empty() || !run.data.mock, |c| {
             format!(
@@ -503,8 +511,7 @@ impl Check<'_> {
             matches!(positions, PositionEmbedding::LearnedAbsolute | PositionEmbedding::Rope);
         self.require(embedded || !run.data.reset_position_ids, |c| {
             format!(
-                "{} changes nothing: {} has no positions that could begin anew; leave it out (reset_attention_mask keeps \
-                 documents apart)",
+                "{} has no effect: {} has no positions to reset; leave it out (reset_attention_mask separates documents)",
                 c.cite("reset_position_ids", true),
                 c.cite("position_embedding_type", format!("{positions:?}").to_lowercase())
             )
@@ -521,7 +528,7 @@ impl Check<'_> {
         );
         self.require(!run.checkpoint.async_save || run.checkpoint.save_interval.is_some(), |c| {
             format!(
-                "{} changes nothing: checkpoints amid the run are written while training goes on, and there are none; set save_interval",
+                "{} has no effect: it writes the checkpoints of save_interval in the background; set save_interval",
                 c.cite("async_save", true)
             )
         });
@@ -532,7 +539,7 @@ impl Check<'_> {
         {
             self.require(false, |c| {
                 format!(
-                    "{} copies the optimizer's state in memory, which {} keeps it out of; leave one out",
+                    "{} copies the optimizer state in memory, but {} keeps it out of memory; leave one out",
                     c.cite("async_save", true),
                     c.cite("offload_optimizer_nvme_path", folder.display())
                 )
@@ -548,7 +555,8 @@ impl Check<'_> {
         if let Some(profile) = &run.logging.profile {
             self.require((1..profile.step_end).contains(&profile.step_start), |c| {
                 format!(
-                    "{} and {} leave no step to record: they are the first recorded step, from 1, and the first after it that is not",
+                    "{} and {} leave no step to record: the first is the first recorded step (1 or \
+                     more), the second the step at which recording ends",
                     c.cite("profile_step_start", profile.step_start),
                     c.cite("profile_step_end", profile.step_end)
                 )

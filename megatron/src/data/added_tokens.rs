@@ -1,28 +1,28 @@
-//! Added tokens: texts that are tokens of their own wherever they stand, cut out before anything
-//! else is done.
+//! Added tokens: texts that are single tokens wherever they occur, and are split off before any
+//! other processing.
 
 use std::ops::Range;
 
 use regex_automata::meta::Regex;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// Some texts, all of which are looked for at once.
+/// A set of texts that are searched for at once.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Texts {
-    /// `None`: there are none.
+    /// `None`: the set is empty.
     regex: Option<Regex>,
-    /// Bytes of the longest one.
+    /// Bytes of the longest text.
     longest: usize,
-    /// What belongs to each, such as the id of a token.
+    /// The number for each text, such as a token id.
     ids: Vec<u32>,
 }
 
 impl Texts {
-    /// `None` where there are so many that no expression holds them.
+    /// `None` if there are too many for one regular expression.
     pub fn new(texts: impl IntoIterator<Item = (String, u32)>) -> Option<Self> {
         let mut texts: Vec<(String, u32)> =
             texts.into_iter().filter(|(text, _)| !text.is_empty()).collect();
-        // Of several that begin at the same place, an expression takes the first.
+        // If several alternatives match at the same place, a regular expression takes the first.
         texts.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
         let escaped = |text: &str| {
             text.chars().map(|c| format!("\\x{{{:X}}}", u32::from(c))).collect::<String>()
@@ -36,17 +36,17 @@ impl Texts {
         Some(Self { regex, longest, ids: texts.into_iter().map(|(_, id)| id).collect() })
     }
 
-    /// Bytes of the longest one.
+    /// Bytes of the longest text.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Whether one of them is in `text`.
+    /// Whether one of the texts occurs in `text`.
     pub fn occur(&self, text: &str) -> bool {
         self.regex.as_ref().is_some_and(|regex| regex.is_match(text))
     }
 
-    /// Where they are in `text`, the first and longest ones, and what belongs to each.
+    /// Their occurrences in `text`, leftmost and longest first, with the number for each.
     pub fn find<'a>(&'a self, text: &'a str) -> impl Iterator<Item = (Range<usize>, u32)> + 'a {
         let found = self.regex.as_ref().map(|regex| regex.find_iter(text));
         found
@@ -56,7 +56,7 @@ impl Texts {
     }
 }
 
-/// The added tokens of a tokenizer, with their ids, in the order of these.
+/// The added tokens of a tokenizer with their ids, in the order of the ids.
 pub(super) fn added_tokens(tokenizer: &Tokenizer) -> Vec<(u32, AddedToken)> {
     let mut tokens: Vec<(u32, AddedToken)> =
         tokenizer.get_added_tokens_decoder().into_iter().collect();

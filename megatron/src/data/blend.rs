@@ -1,8 +1,8 @@
 //! Several sources mixed by weights.
 //!
 //! Source: Megatron-LM `core/datasets/blended_dataset.py` and `helpers.cpp` (0.16.1): sample i
-//! comes from the source whose count so far lags most behind its share, argmax of weight·max(i, 1)
-//! − count, ties to the first.
+//! comes from the source that lags most behind its share so far, argmax of weight·max(i, 1) −
+//! count, ties to the first.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ const SAMPLE: usize = 1;
 /// Megatron numbers the sources of a blend with 16 bits.
 pub(super) const MOST_SOURCES: usize = i16::MAX as usize - 1;
 
-/// A fixed number of samples of several sources; further ones begin again.
+/// A fixed number of samples from several sources; indices beyond it start again.
 pub struct Blend {
     sources: Vec<Arc<dyn SampleSource>>,
     index: IndexFile,
 }
 
 impl Blend {
-    /// `size` samples of `sources` by `weights`, which are normalized. The order is cached in
+    /// `size` samples of `sources`, blended by the normalized `weights`. The order is cached in
     /// `cache_dir`.
     pub fn open(
         sources: Vec<Arc<dyn SampleSource>>,
@@ -43,8 +43,8 @@ impl Blend {
         {
             let (sources, weights) = (sources.len(), weights.len());
             return Err(Error::config(format!(
-                "a blend of {size} samples of {sources} sources by {weights} weights cannot be made; give up to \
-                 {MOST_SOURCES} sources, a weight for each, and something to read"
+                "cannot blend {size} samples of {sources} sources with {weights} weights; give up \
+                 to {MOST_SOURCES} sources that are not empty, with one weight for each"
             )));
         }
         let weights = normalized(weights);
@@ -60,7 +60,7 @@ impl Blend {
         Ok(Self { sources, index })
     }
 
-    /// The source that sample `index` comes from, and which of its samples it is.
+    /// The source of sample `index`, and the index within that source.
     pub(super) fn origin(&self, index: u64) -> Result<(usize, u64)> {
         let index = index % self.num_samples();
         let ([source], [sample]) = (self.index.get(SOURCE, index)?, self.index.get(SAMPLE, index)?);
@@ -101,7 +101,8 @@ impl SampleSource for Blend {
 }
 
 fn build(weights: &[f64], size: u64, path: &Path) -> Result<()> {
-    // The source numbers come first in the file, so the draw is made twice rather than kept.
+    // The source numbers come first in the file, so the draw runs twice instead of being kept in
+    // memory.
     let shapes = [Shape { width: 2, len: size }, Shape::of_values_below(size, size)];
     let mut writer = IndexWriter::create(path, &shapes)?;
     draw(weights, size, |source, _| writer.push(source as u64))?;
@@ -109,7 +110,7 @@ fn build(weights: &[f64], size: u64, path: &Path) -> Result<()> {
     writer.finish()
 }
 
-/// Calls `each` with the source of every sample and the sample's number within it.
+/// Calls `each` with the source of every sample and its index within the source.
 fn draw(weights: &[f64], size: u64, mut each: impl FnMut(usize, u64) -> Result<()>) -> Result<()> {
     let mut counts = vec![0u64; weights.len()];
     for i in 0..size {
@@ -133,8 +134,8 @@ pub(super) fn normalized(weights: &[f64]) -> Vec<f64> {
     weights.iter().map(|weight| weight / sum).collect()
 }
 
-/// The sum as `numpy.sum` rounds it: in eight strands, by halves above 128 numbers. A weight one
-/// bit off decides ties.
+/// The sum with the rounding of `numpy.sum`: eight partial sums, and recursive halving above 128
+/// numbers. A weight that is one bit off would change ties.
 fn pairwise_sum(values: &[f64]) -> f64 {
     match values.len() {
         0..8 => values.iter().sum(),

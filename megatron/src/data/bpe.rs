@@ -1,6 +1,6 @@
 //! Training of a byte-level BPE vocabulary on a corpus.
 //!
-//! Sennrich et al. 2016 on bytes (Radford et al. 2019), by the trainer of the `tokenizers` crate.
+//! Sennrich et al. 2016 on bytes (Radford et al. 2019), with the trainer of the `tokenizers` crate.
 
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -12,17 +12,16 @@ use tokenizers::{
 use super::tokenizer::END_OF_TEXT;
 use crate::{Error, Result};
 
-/// Of vocabularies to train; the largest in use have a quarter of a million tokens.
+/// Limit of trained vocabularies; the largest in use have a quarter of a million tokens.
 const LARGEST_VOCABULARY: usize = 1 << 24;
 /// Pairs seen less often than this are not merged.
 const MIN_FREQUENCY: u64 = 2;
 
-/// Characters of a word that are looked at together: the trainer takes a time that grows with the
-/// square of a word's length.
+/// Longest word for the trainer, in characters: its time grows with the square of a word's length.
 const LONGEST_WORD: usize = 1024;
 
-/// `text` in pieces without longer words, which GPT-2's pattern cuts where letters, digits, spaces
-/// and other characters meet.
+/// Splits `text` so that no word is longer. GPT-2's pattern ends words where letters, digits,
+/// spaces and other characters meet.
 fn without_long_words(text: String) -> Vec<String> {
     if text.len() <= LONGEST_WORD {
         return vec![text];
@@ -50,15 +49,15 @@ fn without_long_words(text: String) -> Vec<String> {
 }
 
 /// Trains a vocabulary of at most `vocab_size` tokens on `texts`, which are read one at a time;
-/// gives its `tokenizer.json`.
+/// returns its `tokenizer.json`.
 pub(super) fn train_bpe(
     vocab_size: usize,
     texts: impl Iterator<Item = Result<String>> + Send,
 ) -> Result<String> {
-    // The trainer asks for memory for all of them at once.
+    // The trainer allocates memory for all tokens at once.
     if vocab_size > LARGEST_VOCABULARY {
         return Err(Error::config(format!(
-            "a vocabulary of {vocab_size} tokens is larger than any that is trained here; give {LARGEST_VOCABULARY} at most"
+            "a vocabulary of {vocab_size} tokens is too large to train; give at most {LARGEST_VOCABULARY}"
         )));
     }
     let failed = |error: tokenizers::Error| {
@@ -100,9 +99,9 @@ pub(super) fn train_bpe(
     tokenizer.train(&mut trainer, texts).map_err(failed)?;
     match unreadable {
         Some(error) => Err(error),
-        None if is_empty => Err(Error::config(
-            "there is no text to train a vocabulary on; give files that are not empty",
-        )),
+        None if is_empty => {
+            Err(Error::config("there is no text to train a vocabulary on; give files with text"))
+        }
         None => tokenizer.to_string(false).map_err(failed),
     }
 }
@@ -122,7 +121,7 @@ mod tests {
         assert_eq!(lengths, ["before ".len() + LONGEST_WORD, LONGEST_WORD, 3 + " behind".len()]);
     }
 
-    /// With its square, as much text took minutes.
+    /// With quadratic time, this text took minutes.
     #[test]
     fn one_word_of_a_megabyte_trains_a_vocabulary() {
         let word: String = (0..1_u32 << 20)

@@ -1,9 +1,9 @@
-//! What caches need: files that appear whole or not at all, a lock between processes, and keys made
-//! from content.
+//! Tools for caches: files that appear completely or not at all, a lock between processes, and keys
+//! computed from content.
 //!
-//! What is cached is believed as far as its checksums hold, and only from a folder that nobody else
-//! can write into. A lock is the operating system's (`flock`): it ends with the process that held
-//! it, however that died.
+//! Cached files are trusted if their checksums match, and only in a folder that no other user can
+//! write to. Locks are the operating system's (`flock`): a lock ends with the process that holds
+//! it, however that process dies.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{BufWriter, ErrorKind, Write};
@@ -16,16 +16,16 @@ use super::checksums;
 use crate::private::{create_folder, exposed, open_file, open_lock};
 use crate::{Error, Result};
 
-/// Suffix of files that are not finished.
+/// Suffix of unfinished files.
 const TEMPORARY: &str = ".tmp";
-/// Extension of the checksums of what has another one.
+/// Extension of files with checksums of other files.
 const SUMS: &str = "sums";
-/// What the names of cached files begin with: see who calls [`open_or_build`].
+/// Name prefixes of cached files; see the callers of [`open_or_build`].
 const CACHED: [&str; 5] = ["blend-", "gpt-", "mock-", "text-", "tokenizer-"];
 
-/// A file under a temporary name, which [`Self::commit`] renames. Dropped before, it leaves nothing
-/// behind; what a killed process leaves, the next one removes that makes a file of the same name: a
-/// lock tells whether somebody still writes it.
+/// A file under a temporary name, which [`Self::commit`] renames. If dropped before, it leaves
+/// nothing behind. The next process that creates a file of the same name removes leftovers of
+/// killed processes; a lock shows whether a file is still being written.
 #[derive(Debug)]
 pub(super) struct AtomicFile {
     path: PathBuf,
@@ -36,8 +36,9 @@ pub(super) struct AtomicFile {
 impl AtomicFile {
     pub fn create(path: &Path) -> Result<Self> {
         static COUNTER: AtomicU64 = AtomicU64::new(0);
-        let name =
-            path.file_name().ok_or_else(|| Error::data(path, "is no name of a file; give one"))?;
+        let name = path
+            .file_name()
+            .ok_or_else(|| Error::data(path, "is not a file name; give a file name"))?;
         let folder =
             path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         remove_unfinished(folder, name.to_str());
@@ -48,15 +49,15 @@ impl AtomicFile {
             let temporary = path.with_file_name(temporary);
             let file = match OpenOptions::new().write(true).create_new(true).open(&temporary) {
                 Ok(file) => file,
-                // Of a process that had this number, in another container perhaps.
+                // Left by a process with the same id, perhaps in another container.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(Error::io("create", &temporary, error)),
             };
             match file.try_lock() {
-                // Who found it before it was locked may have removed it.
+                // Another process may have removed it before it was locked.
                 Ok(()) if !temporary.exists() => continue,
                 Err(TryLockError::WouldBlock) => continue,
-                // Where a file system knows no locks, nobody removes what is not locked.
+                // On a file system without locks, no process removes unlocked files.
                 Ok(()) | Err(TryLockError::Error(_)) => {}
             }
             let writer = Some(BufWriter::with_capacity(1 << 18, file));
@@ -73,7 +74,7 @@ impl AtomicFile {
         }
     }
 
-    /// Flushes to disk, but keeps the temporary name.
+    /// Flushes to disk but keeps the temporary name.
     pub fn sync(&mut self) -> Result<()> {
         let Some(writer) = &mut self.writer else { return Ok(()) };
         writer
@@ -82,14 +83,14 @@ impl AtomicFile {
             .map_err(|error| Error::io("write", &self.temporary, error))
     }
 
-    /// Flushes to disk and gives the file its name.
+    /// Flushes to disk and gives the file its final name.
     pub fn commit(mut self) -> Result<()> {
         self.sync()?;
         fs::rename(&self.temporary, &self.path)
             .map_err(|error| Error::io("rename a temporary file to", &self.path, error))?;
         self.writer = None;
-        // The rename itself is durable once the folder is. Some file systems refuse to sync
-        // folders; the file is whole anyway.
+        // The rename is durable once the folder is synced. Some file systems refuse to sync
+        // folders; the file is complete anyway.
         if let Some(folder) = self.path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             let _ = File::open(folder).and_then(|folder| folder.sync_all());
         }
@@ -100,7 +101,7 @@ impl AtomicFile {
 impl Drop for AtomicFile {
     fn drop(&mut self) {
         if let Some(writer) = self.writer.take() {
-            // Not flushed: the content is given up.
+            // Not flushed, because the content is discarded.
             drop(writer.into_parts());
             let _ = fs::remove_file(&self.temporary);
         }
@@ -114,14 +115,14 @@ pub(super) struct CacheLock {
 }
 
 impl CacheLock {
-    /// Creates the folder if need be and waits for its lock. What a killed builder left is removed.
+    /// Creates the folder if needed and waits for its lock. Removes leftovers of a killed builder.
     pub fn acquire(folder: &Path) -> Result<Self> {
         create_folder(folder).map_err(|error| unusable(folder, &error))?;
         refuse_exposed(folder)?;
         let path = folder.join(".lock");
         let file = open_lock(&path).map_err(|error| unusable(folder, &error))?;
-        // Where a file system knows no locks, several processes may do the same work; renames keep
-        // the result whole.
+        // On a file system without locks, several processes may do the same work; renames keep the
+        // result intact.
         let locked = match file.lock() {
             Ok(()) => true,
             Err(error) if no_locks(&error) => false,
@@ -135,23 +136,22 @@ impl CacheLock {
 }
 
 fn unusable(folder: &Path, error: &std::io::Error) -> Error {
-    let message = format!(
-        "cannot be the cache's folder: {error}; name one that can be written into (cache_dir)"
-    );
+    let message =
+        format!("cannot be the cache folder: {error}; give a writable folder (cache_dir)");
     Error::data(folder, message)
 }
 
 /// # Errors
-/// If others can put into `folder` what this run would believe.
+/// If other users can write files to `folder` that this run would trust.
 fn refuse_exposed(folder: &Path) -> Result<()> {
     match exposed(folder) {
         Ok(None) => Ok(()),
         Ok(Some(why)) => {
             let message =
-                format!("cannot be the cache's folder: it {why}; or name another (cache_dir)");
+                format!("cannot be the cache folder: it {why}; or give another folder (cache_dir)");
             Err(Error::data(folder, message))
         }
-        // There is nothing yet.
+        // The folder does not exist yet.
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(unusable(folder, &error)),
     }
@@ -161,14 +161,14 @@ fn no_locks(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::Unsupported || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
-/// Opens what is cached or else builds it, once for all processes that share `folder`: the others
-/// wait, then open it.
+/// Opens cached files, or builds them once for all processes that share `folder`: the others wait,
+/// then open them.
 ///
-/// `open` gives `None` where there is nothing usable; `build` must leave `files`, which it accepts.
-/// Files that are not as they were built, by their checksums, are built anew.
+/// `open` returns `None` if there is nothing usable; `build` must create `files` so that `open`
+/// accepts them. Files that do not match their checksums are built again.
 ///
 /// # Errors
-/// Those of `open` and `build`; `Error::Data` where others can write into `folder`.
+/// Those of `open` and `build`; `Error::Data` if other users can write to `folder`.
 pub(super) fn open_or_build<T>(
     folder: &Path,
     files: &[&Path],
@@ -193,13 +193,13 @@ pub(super) fn open_or_build<T>(
     open()?.ok_or_else(|| {
         Error::data(
             folder,
-            "what was just cached here is gone; do not clean the cache during a run",
+            "a file that was just cached here is gone; do not clean the cache during a run",
         )
     })
 }
 
-/// Removes unfinished files of the cache. Only the holder of the lock writes those, so they are
-/// nobody's; other files may be a user's.
+/// Removes unfinished files of the cache. Only the holder of the lock writes such files, so they
+/// are leftovers; other files may belong to the user.
 fn remove_leftovers(folder: &Path) {
     let Ok(entries) = fs::read_dir(folder) else { return };
     for entry in entries.flatten() {
@@ -209,13 +209,13 @@ fn remove_leftovers(folder: &Path) {
     }
 }
 
-/// Whether a name is that of an unfinished file of a cache.
+/// Whether a name belongs to an unfinished file of a cache.
 fn is_leftover(name: &str) -> bool {
     unfinished(name).is_some_and(|name| CACHED.iter().any(|kind| name.starts_with(kind)))
 }
 
-/// The name that something is to have, if this is one that it is given before:
-/// `text-KEY.bin.PID.NUMBER.tmp`.
+/// The final name of an unfinished file such as `text-KEY.bin.PID.NUMBER.tmp`; `None` for other
+/// names.
 pub fn unfinished(name: &str) -> Option<&str> {
     let (name, number) = name.strip_suffix(TEMPORARY)?.rsplit_once('.')?;
     let (name, pid) = name.rsplit_once('.')?;
@@ -223,7 +223,7 @@ pub fn unfinished(name: &str) -> Option<&str> {
     (is_number(pid) && is_number(number)).then_some(name)
 }
 
-/// Removes from `folder` what was to be `name`, and whose writer is gone.
+/// Removes unfinished files for `name` from `folder` if their writers are gone.
 fn remove_unfinished(folder: &Path, name: Option<&str>) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if name.is_some()
@@ -235,7 +235,7 @@ fn remove_unfinished(folder: &Path, name: Option<&str>) {
     }
 }
 
-/// A key made from content; equal content gives equal keys on every machine.
+/// A key computed from content; equal content gives equal keys on every machine.
 #[derive(Clone, Default)]
 pub(super) struct KeyHasher(Sha256);
 
@@ -314,7 +314,7 @@ mod tests {
         ] {
             fs::write(folder.path().join(name), b"half").unwrap();
         }
-        // A cache's folder may be anybody's, too: of these none is the cache's.
+        // A cache folder may also hold other files: none of these belongs to the cache.
         let kept = [
             "corpus.bin.123.0.tmp",
             "notes.tmp",
@@ -344,8 +344,8 @@ mod tests {
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
         let message = opened().unwrap_err().to_string();
         assert!(message.contains("can be written into by every user: `chmod go-w "), "{message}");
-        assert!(message.contains("or name another (cache_dir)"), "{message}");
-        // By way of a link, too, and where only its lock could be prepared.
+        assert!(message.contains("or give another folder (cache_dir)"), "{message}");
+        // Also through a link, and if only the lock file could be prepared by others.
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
         fs::remove_file(folder.join(".lock")).unwrap();
         fs::remove_file(&file).unwrap();

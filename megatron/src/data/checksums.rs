@@ -1,8 +1,8 @@
-//! Checksums of cached files, so that one that was damaged is made anew instead of trained on.
+//! Checksums of cached files, so that a damaged file is rebuilt instead of used for training.
 //!
-//! They lie in a file of their own, since the formats of tokens and tokenizers are others'. It
-//! holds `MGTNSUM1`, then of each file its u64 bytes and the CRC-32C of every block, then the
-//! CRC-32C of all that; little-endian.
+//! They are in a separate file, because the formats of tokens and tokenizers are fixed by other
+//! programs. It holds `MGTNSUM1`, then for each file its size in bytes (u64) and the CRC-32C of
+//! every block, then the CRC-32C of all of this; little-endian.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
@@ -14,13 +14,12 @@ use super::cache::AtomicFile;
 use crate::{Error, Result};
 
 const MAGIC: &[u8; 8] = b"MGTNSUM1";
-/// Bytes that have a checksum together: as many as make reading quick, few enough for all threads
-/// to have some.
+/// Bytes per checksum: enough for fast reading, few enough to occupy all threads.
 const BLOCK: u64 = 4 << 20;
-/// Checksums are 4 bytes for every [`BLOCK`]; more are no file of ours.
+/// Checksums are 4 bytes for every [`BLOCK`]; a larger file is not ours.
 const MOST: u64 = 64 << 20;
 
-/// The checksums of `files` as they lie on the disk.
+/// The checksums of `files` on disk.
 fn of(files: &[&Path]) -> Result<Vec<u8>> {
     let mut sums = MAGIC.to_vec();
     for path in files {
@@ -49,18 +48,18 @@ fn of(files: &[&Path]) -> Result<Vec<u8>> {
 /// Writes the checksums of `files` to `path`.
 ///
 /// # Errors
-/// If a file cannot be read, or that one not be written.
+/// If a file cannot be read, or `path` cannot be written.
 pub(super) fn write(path: &Path, files: &[&Path]) -> Result<()> {
     let mut file = AtomicFile::create(path)?;
     file.write(&of(files)?)?;
     file.commit()
 }
 
-/// Whether `files` are as they were when their checksums were written to `path`. Where there are
-/// none, they are not.
+/// Whether `files` are unchanged since their checksums were written to `path`. False if there are
+/// no checksums.
 ///
 /// # Errors
-/// If the system refuses to read what is there.
+/// If an existing file cannot be read.
 pub(super) fn hold(path: &Path, files: &[&Path]) -> Result<bool> {
     let expected = match crate::files::read(path, MOST) {
         Ok(expected) => expected,
@@ -69,7 +68,7 @@ pub(super) fn hold(path: &Path, files: &[&Path]) -> Result<bool> {
     };
     match of(files) {
         Ok(sums) => Ok(sums == expected),
-        // Gone, or shorter than it was a moment ago.
+        // Removed or truncated a moment ago.
         Err(Error::Io { source, .. })
             if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::UnexpectedEof) =>
         {
@@ -89,7 +88,7 @@ mod tests {
         let [sums, a, b] = ["sums", "a", "b"].map(|name| folder.path().join(name));
         let files = [a.as_path(), &b];
         assert!(!hold(&sums, &files).unwrap());
-        // More than a block, and nothing.
+        // More than one block, and an empty file.
         let long: Vec<u8> = (0..BLOCK + 5).map(|i| ((i * i) >> 5) as u8).collect();
         std::fs::write(&a, &long).unwrap();
         std::fs::write(&b, b"").unwrap();

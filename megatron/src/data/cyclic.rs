@@ -1,11 +1,11 @@
-//! The samples of another source in an order drawn anew every epoch, as Megatron's random sampler
-//! draws it.
+//! The samples of another source in an order drawn again every epoch, as by Megatron's random
+//! sampler.
 //!
 //! Source: Megatron-LM `legacy/data/data_samplers.py`, `MegatronPretrainingRandomSampler` with
 //! `--no-data-sharding`: epoch e reads the samples in the order of `torch.randperm` seeded with e,
 //! so that a step reads the same samples on every layout. (Megatron leaves out the last samples of
-//! an epoch that fill no microbatch of all replicas, which would depend on the layout; here an
-//! epoch is all samples, and a step may span two epochs. The two agree where MBS·dp divides the
+//! an epoch if they do not fill a microbatch on all replicas, which depends on the layout. Here an
+//! epoch has all samples, and a step may span two epochs. The two agree if MBS·dp divides the
 //! number of samples.)
 
 use std::path::Path;
@@ -20,33 +20,32 @@ use crate::{Error, Result};
 /// Epochs of another source's samples in random orders.
 pub struct Cyclic {
     source: Arc<dyn SampleSource>,
-    /// The order of the epoch that was read last; 4 bytes a sample.
+    /// The order of the most recently read epoch; 4 bytes per sample.
     order: Mutex<Option<(u64, Arc<[u32]>)>>,
 }
 
 impl Cyclic {
     /// # Errors
-    /// `Error::Config` where there are more samples than PyTorch's CPU generator draws from 32
-    /// bits.
+    /// `Error::Config` if there are more samples than PyTorch's CPU generator draws from 32 bits.
     pub fn new(source: Arc<dyn SampleSource>) -> Result<Self> {
         let samples = source.num_samples();
         if samples >= TORCH_PERMUTATION_LIMIT {
             return Err(Error::config(format!(
-                "dataloader_type cyclic takes fewer than {TORCH_PERMUTATION_LIMIT} samples, and there are {samples}; use \
-                 single, which is shuffled as well"
+                "dataloader_type cyclic takes fewer than {TORCH_PERMUTATION_LIMIT} samples, but \
+                 there are {samples}; use single, which also shuffles"
             )));
         }
         Ok(Self { source, order: Mutex::new(None) })
     }
 
     fn order(&self, epoch: u64) -> Arc<[u32]> {
-        // What is kept is replaced as a whole, so a panic elsewhere leaves it whole.
+        // The value is replaced as a whole, so a panic elsewhere leaves it consistent.
         let mut kept = self.order.lock().unwrap_or_else(PoisonError::into_inner);
         match &*kept {
             Some((of, order)) if *of == epoch => order.clone(),
             _ => {
-                // `manual_seed` keeps the low 32 bits, and `new` saw that the number of samples has
-                // no more.
+                // `manual_seed` keeps the low 32 bits, and `new` checked that the number of samples
+                // fits into 32 bits.
                 let order: Arc<[u32]> =
                     torch_permutation(self.source.num_samples() as u32, epoch as u32).into();
                 *kept = Some((epoch, order.clone()));
@@ -57,7 +56,7 @@ impl Cyclic {
 }
 
 impl Cyclic {
-    /// The source's sample that is this one's `index`-th.
+    /// The index in the source of this sampler's sample `index`.
     fn origin(&self, index: u64) -> u64 {
         let n = self.source.num_samples();
         self.order(index / n)[(index % n) as usize].into()

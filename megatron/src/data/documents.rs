@@ -1,62 +1,62 @@
-//! Documents within samples: where they end, and what of a sample that changes.
+//! Documents within samples: where they end, and what that changes in a sample.
 //!
 //! Source: Megatron-LM `megatron/core/datasets/gpt_dataset.py`, `_get_ltor_masks_and_position_ids`:
-//! the token that ends a document belongs to it; the next one is the first of the next document.
+//! the token that ends a document belongs to it; the next token is the first of the next document.
 
 use candle_core::{Device, Tensor};
 use kernels::tensor::device::upload;
 
 use crate::Result;
 
-/// The token that ends documents, and what it does.
+/// The end-of-document token, and its effects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DocumentEnds {
-    /// Its number in the vocabulary.
+    /// Its id.
     pub token: u32,
-    /// The loss at the token itself does not count: what follows a document cannot be foreseen
+    /// The loss at the token itself does not count, because the next document cannot be predicted
     /// (`eod_mask_loss`).
     pub mask_loss: bool,
-    /// Positions begin at 0 again behind it (`reset_position_ids`).
+    /// Positions restart at 0 after it (`reset_position_ids`).
     pub reset_positions: bool,
-    /// Tokens behind it do not see what lies before (`reset_attention_mask`).
+    /// Tokens after it do not attend to tokens before (`reset_attention_mask`).
     pub reset_attention: bool,
 }
 
-/// What the documents of a microbatch change for its layers. The default: nothing.
+/// The effect of a microbatch's documents on the layers. The default has none.
 #[derive(Clone, Debug, Default)]
 pub struct Documents {
     /// u32 `[s, b]`: the position of every token within its document; `None`: its position within
     /// the sample.
     pub positions: Option<Tensor>,
-    /// u32 `[b, s]`: the position in the sample of the first token that a token sees; `None`: the
-    /// sample's first.
+    /// u32 `[b, s]`: the position in the sample of the first token that each token attends to;
+    /// `None`: the sample's first.
     pub first_keys: Option<Tensor>,
 }
 
 impl Documents {
-    /// The tables that there are, always in the same order.
+    /// The existing tables, always in the same order.
     pub(crate) fn tables(&self) -> impl Iterator<Item = &Tensor> {
         self.positions.iter().chain(&self.first_keys)
     }
 
-    /// What `f` makes of the tables that there are.
+    /// Applies `f` to the existing tables.
     ///
     /// # Errors
-    /// What `f` returns.
+    /// Those of `f`.
     pub(crate) fn map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let table = |table: &Option<Tensor>| table.as_ref().map(&f).transpose();
         Ok(Self { positions: table(&self.positions)?, first_keys: table(&self.first_keys)? })
     }
 }
 
-/// [`Documents`] in the making: `[s][b]` and `[b][s]`.
+/// Builds [`Documents`]: `[s][b]` and `[b][s]`.
 pub(super) struct Tables {
     positions: Option<Vec<u32>>,
     first_keys: Option<Vec<u32>>,
 }
 
 impl Tables {
-    /// Of a microbatch of `b` samples of `s` tokens, to be filled by [`add`](Self::add).
+    /// Tables for a microbatch of `b` samples of `s` tokens, to be filled by [`add`](Self::add).
     pub(super) fn new(ends: Option<DocumentEnds>, s: usize, b: usize) -> Self {
         let room = |needed: fn(&DocumentEnds) -> bool| {
             ends.as_ref().filter(|ends| needed(ends)).map(|_| vec![0; s * b])
@@ -67,7 +67,7 @@ impl Tables {
         }
     }
 
-    /// Finds the documents of sample `column` of `b`, whose inputs are `tokens`.
+    /// Finds the documents of sample `column` of `b` with the inputs `tokens`.
     pub(super) fn add(&mut self, ends: DocumentEnds, tokens: &[u32], column: usize, b: usize) {
         let mut first = 0;
         for (position, &token) in tokens.iter().enumerate() {
@@ -83,7 +83,7 @@ impl Tables {
         }
     }
 
-    /// Brings them to where the layers are computed.
+    /// Uploads the tables to the device of the layers.
     pub(super) fn upload(self, s: usize, b: usize, device: &Device) -> Result<Documents> {
         let tensor = |table: Option<Vec<u32>>, shape| {
             table.map(|table| upload(table, shape, device)).transpose()

@@ -1,4 +1,4 @@
-//! What reads files from outside and is not public, for fuzzing (`tests/fuzz`).
+//! Entry points for fuzzing private parsers of input files (`tests/fuzz`).
 
 use std::path::Path;
 

@@ -1,5 +1,4 @@
-//! GPT-2's byte-level BPE out of its two files, as Megatron-LM's `--vocab-file` and `--merge-file`
-//! name them.
+//! GPT-2's byte-level BPE from its two files, Megatron-LM's `--vocab-file` and `--merge-file`.
 
 use std::path::Path;
 
@@ -9,26 +8,26 @@ use super::tokenizer::END_OF_TEXT;
 use super::tokenizer_config::object;
 use crate::{Error, Result};
 
-/// The `tokenizer.json` that says what `vocab.json` and `merges.txt` say. Its `<|endoftext|>`, if
-/// there is one, ends documents.
+/// The `tokenizer.json` equivalent to `vocab.json` and `merges.txt`. Its `<|endoftext|>`, if there
+/// is one, ends documents.
 ///
 /// # Errors
-/// If a file cannot be read or is another one.
+/// If a file cannot be read or has another format.
 pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
     if !vocab.exists() {
-        return Err(Error::data(vocab, "does not exist; name GPT-2's vocab.json (--vocab-file)"));
+        return Err(Error::data(vocab, "does not exist; give GPT-2's vocab.json (--vocab-file)"));
     }
     let tokens = object(vocab)?;
     if tokens.is_empty() || !tokens.values().all(Value::is_u64) {
         return Err(Error::data(
             vocab,
-            "is no vocabulary: an object of tokens and their ids; name GPT-2's vocab.json",
+            "is not a vocabulary, an object of tokens and their ids; give GPT-2's vocab.json",
         ));
     }
     let text = crate::files::read_text(merges, super::tokenizer_config::MAX_FILE_BYTES).map_err(
         |error| match error.kind() {
             std::io::ErrorKind::NotFound => {
-                Error::data(merges, "does not exist; name GPT-2's merges.txt (--merge-file)")
+                Error::data(merges, "does not exist; give GPT-2's merges.txt (--merge-file)")
             }
             _ => Error::io("read", merges, error),
         },
@@ -42,7 +41,7 @@ pub(super) fn tokenizer_json(vocab: &Path, merges: &Path) -> Result<Vec<u8>> {
         _ => Err(Error::data(
             merges,
             format!(
-                "line {} is no pair of tokens with a space between; name GPT-2's merges.txt",
+                "line {} is not a pair of tokens separated by a space; give GPT-2's merges.txt",
                 i + 1
             ),
         )),

@@ -1,11 +1,11 @@
-//! Samples as Megatron's `GPTDataset` draws them, element by element.
+//! The samples of Megatron's `GPTDataset`, element by element.
 //!
 //! Source: Megatron-LM `core/datasets/gpt_dataset.py` and `helpers.cpp` (0.16.1). Three indices
-//! make sample i: the *document index* lays the documents (sequences of the indexed dataset) of all
-//! epochs in a random order; the *sample index* says where in it each run of S + 1 tokens begins,
-//! the last token of one being the first of the next; the *shuffle index* says which of the runs
-//! sample i is. They are built once, cached, and read from the cache an element at a time, so that
-//! a rank's memory does not grow with the data.
+//! define sample i. The *document index* puts the documents (sequences of the indexed dataset) of
+//! all epochs in a random order. The *sample index* gives the start of each run of S + 1 tokens in
+//! that order; the last token of one run is the first of the next. The *shuffle index* gives the
+//! run that is sample i. The indices are built once, cached, and read from the cache one element at
+//! a time, so that a rank's memory does not grow with the data.
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,13 +18,13 @@ use super::mt19937::Mt19937;
 use super::source::SampleSource;
 use crate::{Error, Result};
 
-/// Arrays of the cached file. The sample index is pairs, from the first sample to the end of the
-/// last.
+/// Arrays of the cached file. The sample index consists of pairs, from the first sample to the end
+/// of the last.
 const DOCUMENTS: usize = 0;
 const SAMPLES: usize = 1;
 const SHUFFLE: usize = 2;
 
-/// A last epoch that gives less than this share of its samples is shuffled apart.
+/// A last epoch that gives less than this share of its samples is shuffled separately.
 const SEPARATE_BELOW: f64 = 0.8;
 
 /// The samples of a range of sequences.
@@ -37,15 +37,15 @@ pub struct GptDataset {
 }
 
 impl GptDataset {
-    /// At least `requested` samples (`None`: one epoch) of `seq_length` tokens from `sequences` of
-    /// `dataset`.
+    /// Opens at least `requested` samples (`None`: one epoch) of `seq_length` tokens from
+    /// `sequences` of `dataset`.
     ///
-    /// The indices are found in `cache_dir` or built by one process, for which others wait. `name`
-    /// says in errors which split this is.
+    /// The indices are found in `cache_dir`, or one process builds them while others wait. `name`
+    /// identifies the split in errors.
     ///
     /// # Errors
-    /// `Error::Config` where the seed has more than 32 bits or the samples are too many to count,
-    /// `Error::Data` where the sequences hold too few tokens or cannot be read.
+    /// `Error::Config` if the seed has more than 32 bits or the samples are too many to count,
+    /// `Error::Data` if the sequences hold too few tokens or cannot be read.
     pub fn open(
         dataset: &Arc<IndexedDataset>,
         sequences: Range<u64>,
@@ -57,7 +57,7 @@ impl GptDataset {
     ) -> Result<Self> {
         let seed = u32::try_from(seed).map_err(|_| {
             Error::config(format!(
-                "seed {seed}: Megatron's order of samples takes seeds below 2^32; give a smaller one"
+                "seed {seed}: Megatron's order of samples needs a seed below 2^32; give a smaller seed"
             ))
         })?;
         let mut key = KeyHasher::default();
@@ -93,15 +93,15 @@ impl GptDataset {
         Ok(Self { dataset: dataset.clone(), seq_length, num_samples: plan.num_samples, index })
     }
 
-    /// One of the three indices, whole.
+    /// One complete index of the three.
     #[cfg(test)]
     pub(super) fn array(&self, array: usize) -> Vec<u32> {
         let element = |i| self.index.get::<1>(array, i).unwrap()[0].try_into().unwrap();
         (0..self.index.len(array)).map(element).collect()
     }
 
-    /// The piece of a sample that lies in document `document` of the document index, from token
-    /// `from` on to `to` or its end.
+    /// Reads the piece of a sample in document `document` of the document index, from token `from`
+    /// to `to` or the document's end.
     fn piece(&self, document: u64, from: u64, to: Option<u64>, out: &mut [u32]) -> Result<usize> {
         let [sequence] = self.index.get(DOCUMENTS, document)?;
         let (length, byte) = self.dataset.sequence(sequence)?;
@@ -121,7 +121,7 @@ impl SampleSource for GptDataset {
         self.seq_length
     }
 
-    /// Those of all epochs that were built.
+    /// The samples of all epochs that were built.
     fn num_samples(&self) -> u64 {
         self.num_samples
     }
@@ -153,14 +153,14 @@ impl SampleSource for GptDataset {
     }
 }
 
-/// How many epochs give the samples asked for.
+/// How many epochs give the requested samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     epochs: u64,
     num_samples: u64,
-    /// Samples before those that the last epoch begins or holds.
+    /// Samples before the last epoch.
     num_before_last: u64,
-    /// The last epoch is shuffled apart.
+    /// The last epoch is shuffled separately.
     separate: bool,
 }
 
@@ -263,13 +263,13 @@ fn build(
 
 fn beyond_memory(plan: &Plan, documents: u64) -> String {
     format!(
-        "{} epochs of {documents} documents and {} samples are too many for one index; train fewer samples, or on more data",
+        "{} epochs of {documents} documents and {} samples are too many for one index; train on fewer samples, or give more data",
         plan.epochs, plan.num_samples
     )
 }
 
-/// The documents of all epochs in a random order; a separate last epoch stays at the end. `None`:
-/// too many.
+/// The documents of all epochs in a random order; a separate last epoch stays at the end. `None` if
+/// there are too many.
 fn document_index(documents: &Range<u64>, plan: &Plan, random: &mut Mt19937) -> Option<Vec<u32>> {
     let (start, end) = (u32::try_from(documents.start).ok()?, u32::try_from(documents.end).ok()?);
     let count = plan.epochs.checked_mul((end - start).into())?;
@@ -285,8 +285,8 @@ fn document_index(documents: &Range<u64>, plan: &Plan, random: &mut Mt19937) -> 
     Some(order)
 }
 
-/// Walks the documents in the order of the index and gives where each sample begins, then where the
-/// last one ends.
+/// Walks the documents in the order of the index; passes on the start of each sample, then the end
+/// of the last one.
 fn for_each_start(
     length_at: impl Fn(usize) -> Option<u64>,
     seq_length: u64,
@@ -329,7 +329,7 @@ mod tests {
         found
     }
 
-    /// Vectors of Megatron's `helpers.build_sample_idx`.
+    /// Test vectors of Megatron's `helpers.build_sample_idx`.
     #[test]
     fn samples_begin_where_megatrons_do() {
         assert_eq!(

@@ -1,8 +1,9 @@
 //! Cached arrays of integers in one file, written as a stream and read by positioned reads.
 //!
 //! The file: `MGTNIDX1`, u64 number of arrays, per array u64 bytes of an element and u64 elements,
-//! then the arrays, all little-endian. It appears whole or not at all, so its length is all that is
-//! checked here ([`super::checksums`] has the rest); whoever reads an element checks that.
+//! then the arrays, all little-endian. It appears completely or not at all, so only its length is
+//! checked here ([`super::checksums`] checks the rest); the reader of an element checks the
+//! element.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -21,7 +22,7 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// `len` elements of the least width, 4 or 8, that holds every number below `bound`.
+    /// `len` elements of the smallest width, 4 or 8, that holds every number below `bound`.
     pub fn of_values_below(bound: u64, len: u64) -> Self {
         Self { width: if bound <= 1 << 32 { 4 } else { 8 }, len }
     }
@@ -36,12 +37,12 @@ impl Shape {
 pub(super) struct IndexFile {
     path: PathBuf,
     file: File,
-    /// Shape and first byte of each.
+    /// Shape and first byte of each array.
     arrays: Vec<(Shape, u64)>,
 }
 
 impl IndexFile {
-    /// `None` where there is no file, or none of `num_arrays` arrays that is whole.
+    /// `None` if there is no file, or it is not complete with `num_arrays` arrays.
     pub fn open(path: &Path, num_arrays: usize) -> Result<Option<Self>> {
         let file = match crate::files::open(path) {
             Ok(file) => file,
@@ -94,11 +95,11 @@ impl IndexFile {
         Ok(values)
     }
 
-    /// The error of an index that contradicts itself or its data.
+    /// The error for an index that contradicts itself or its data.
     pub fn damaged(&self) -> Error {
         Error::data(
             &self.path,
-            "is damaged or was replaced during the run; remove it, it is made anew",
+            "is damaged or was replaced during the run; remove it, and the next run builds it again",
         )
     }
 }
@@ -137,7 +138,7 @@ impl IndexWriter {
         self.file.write(&value.to_le_bytes()[..self.shapes[self.array].width as usize])
     }
 
-    /// Makes the file appear.
+    /// Finishes the file and makes it appear.
     pub fn finish(self) -> Result<()> {
         self.file.commit()
     }

@@ -1,5 +1,5 @@
-//! Reading Megatron's indexed datasets: `PREFIX.bin` with bare tokens, `PREFIX.idx` with what they
-//! mean.
+//! Reads Megatron's indexed datasets: `PREFIX.bin` with the tokens, `PREFIX.idx` with their
+//! structure.
 //!
 //! Source: Megatron-LM `core/datasets/indexed_dataset.py`. The index is little-endian:
 //! `MMIDIDX\0\0`, u64 version 1, u8 type of the tokens, u64 sequences N, u64 document entries D,
@@ -7,8 +7,8 @@
 //! i64\[D\] document boundaries (0 … N, in sequences).
 //!
 //! Both files are untrusted: everything is checked against the sizes of the files before it is
-//! used. They are read with positioned reads rather than mapped, so that a file truncated under a
-//! running job is an error and not a signal.
+//! used. They are read with positioned reads instead of memory-mapped, so that truncating a file
+//! under a running job is an error and not a signal.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,7 +20,7 @@ pub(super) const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 pub(super) const VERSION: u64 = 1;
 /// Bytes before the arrays.
 pub(super) const HEADER: u64 = 34;
-/// Index bytes read at a time while they are checked.
+/// Bytes of the index to read at a time for checking.
 const CHUNK: usize = 1 << 20;
 
 /// How a token is stored.
@@ -41,12 +41,12 @@ pub enum TokenType {
 }
 
 impl TokenType {
-    /// The type Megatron stores tokens of a vocabulary as: u16 below 65,500, else i32.
+    /// The type in which Megatron stores tokens of a vocabulary: u16 below 65,500, else i32.
     pub fn for_vocabulary(vocab_size: usize) -> Self {
         if vocab_size < 65_500 { Self::U16 } else { Self::I32 }
     }
 
-    /// The code in the index. 6 (f64) and 7 (f32) exist, but are no tokens.
+    /// The code in the index. 6 (f64) and 7 (f32) exist but are not token types.
     pub fn code(self) -> u8 {
         match self {
             Self::U8 => 1,
@@ -98,7 +98,7 @@ pub struct IndexedDataset {
     num_sequences: u64,
     num_boundaries: u64,
     num_tokens: u64,
-    /// Sequences lie one after another in `.bin`, so that a run of sequences is a run of bytes.
+    /// Sequences are contiguous in `.bin`, so that a run of sequences is a run of bytes.
     contiguous: bool,
 }
 
@@ -106,8 +106,8 @@ impl IndexedDataset {
     /// Opens `PREFIX.bin` and `PREFIX.idx` and checks the whole index.
     ///
     /// # Errors
-    /// `Error::Data` where a file is missing, empty, truncated, of another format, or contradicts
-    /// the other one.
+    /// `Error::Data` if a file is missing, empty, truncated, in another format, or contradicts the
+    /// other file.
     pub fn open(prefix: impl AsRef<Path>) -> Result<Self> {
         let (bin_path, idx_path) = pair_paths(prefix.as_ref());
         let (idx, idx_len) = open_file(&idx_path, &bin_path)?;
@@ -129,7 +129,7 @@ impl IndexedDataset {
         if dataset.num_tokens == 0 {
             return Err(Error::data(
                 &dataset.bin_path,
-                "holds no tokens; preprocess a text that is not empty",
+                "holds no tokens; preprocess text that is not empty",
             ));
         }
         Ok(dataset)
@@ -160,7 +160,7 @@ impl IndexedDataset {
         self.num_tokens
     }
 
-    /// Whether the sequences lie one after another in `.bin`, as the writers leave them.
+    /// Whether the sequences are contiguous in `.bin`, as writers leave them.
     pub fn is_contiguous(&self) -> bool {
         self.contiguous
     }
@@ -223,7 +223,7 @@ impl IndexedDataset {
     /// Reads tokens from byte `offset` of `.bin` on.
     ///
     /// # Errors
-    /// `Error::Data` where the file ends before, or a stored number is no token id.
+    /// `Error::Data` if the file ends too early, or a stored number is not a token id.
     pub fn read_tokens(&self, offset: u64, out: &mut [u32]) -> Result<()> {
         let size = self.token_type.size();
         let mut bytes = vec![0; out.len() * size];
@@ -250,21 +250,22 @@ impl IndexedDataset {
             Some((i, value)) => Err(Error::data(
                 &self.bin_path,
                 format!(
-                    "holds {value} at byte {}, which is no token id; the file is damaged, make it anew",
+                    "holds {value} at byte {}, which is not a token id; the file is damaged, create it again",
                     offset + (i * size) as u64
                 ),
             )),
         }
     }
 
-    /// Reads all tokens and returns the largest; `progress` is told their numbers as they are read.
+    /// Reads all tokens and returns the largest; calls `progress` with the number of tokens as they
+    /// are read.
     ///
     /// # Errors
     /// As [`Self::read_tokens`].
     pub fn largest_token(&self, progress: &mut dyn FnMut(u64)) -> Result<u32> {
         let mut buffer = vec![0; CHUNK.min(self.num_tokens as usize)];
         let mut largest = 0;
-        // A file without gaps is one run of tokens; sequences are often short.
+        // A file without gaps is read as one run of tokens, because sequences are often short.
         let runs = if self.contiguous { 1 } else { self.num_sequences };
         for run in 0..runs {
             let (length, offset) =
@@ -282,7 +283,7 @@ impl IndexedDataset {
         Ok(largest)
     }
 
-    /// Every sequence must lie within `.bin`, and `.bin` must end where the last one does.
+    /// Every sequence must be within `.bin`, and `.bin` must end with the last one.
     fn check_sequences(&mut self, bin_len: u64) -> Result<()> {
         let size = self.token_type.size() as u64;
         let most = self.num_sequences.min(CHUNK as u64 / 8) as usize;
@@ -335,8 +336,8 @@ impl IndexedDataset {
             return Err(Error::data(
                 &self.bin_path,
                 format!(
-                    "has {bin_len} bytes, of which {} accounts for {furthest}; the two files do not belong together, \
-                     copy or make both again",
+                    "has {bin_len} bytes, but {} describes {furthest}; the two files do not belong \
+                     together; copy or create both again",
                     self.idx_path.display()
                 ),
             ));
@@ -360,7 +361,7 @@ impl IndexedDataset {
                     || (entry == 0 && boundary != 0)
                 {
                     return Err(self.damaged(format!(
-                        "document boundary {entry} is sequence {boundary}, after {previous} and with {} sequences",
+                        "document boundary {entry} is sequence {boundary}, but must be between {previous} and {}",
                         self.num_sequences
                     )));
                 }
@@ -398,7 +399,7 @@ impl IndexedDataset {
     }
 }
 
-/// `PREFIX.bin` and `PREFIX.idx`. A prefix may contain dots, so nothing of it is taken for an
+/// `PREFIX.bin` and `PREFIX.idx`. A prefix may contain dots, so no part of it counts as an
 /// extension.
 pub(super) fn pair_paths(prefix: &Path) -> (PathBuf, PathBuf) {
     let with = |suffix: &str| {
@@ -410,17 +411,14 @@ pub(super) fn pair_paths(prefix: &Path) -> (PathBuf, PathBuf) {
 }
 
 fn damaged(path: &Path, what: &str) -> Error {
-    Error::data(path, format!("is damaged: {what}; copy it again or make the dataset anew"))
+    Error::data(path, format!("is damaged: {what}; copy it again or rebuild the dataset"))
 }
 
 fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
     let file = crate::files::open_binary(path).map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => Error::data(
             path,
-            format!(
-                "does not exist; an indexed dataset is a pair of files, this one and {}",
-                other.display()
-            ),
+            format!("does not exist; an indexed dataset needs this file and {}", other.display()),
         ),
         _ => Error::io("open", path, error),
     })?;
@@ -432,7 +430,7 @@ fn open_file(path: &Path, other: &Path) -> Result<(File, u64)> {
         ));
     }
     if meta.len() == 0 {
-        return Err(Error::data(path, "is empty; copy it again or make the dataset anew"));
+        return Err(Error::data(path, "is empty; copy it again or rebuild the dataset"));
     }
     Ok((file, meta.len()))
 }
@@ -476,14 +474,14 @@ impl Header {
         if &bytes[..9] != MAGIC {
             return Err(Error::data(
                 path,
-                "does not begin with MMIDIDX, so it is no Megatron index; give the prefix of an indexed dataset",
+                "does not begin with MMIDIDX, so it is not a Megatron index; give the prefix of an indexed dataset",
             ));
         }
         if u64_at(9) != VERSION {
             return Err(Error::data(
                 path,
                 format!(
-                    "is of version {}, but only version {VERSION} is known; make the dataset anew",
+                    "has version {}, but only version {VERSION} is supported; rebuild the dataset",
                     u64_at(9)
                 ),
             ));
@@ -492,7 +490,7 @@ impl Header {
             Error::data(
                 path,
                 format!(
-                    "says that tokens have type {}, which is no type of integers; make the dataset anew",
+                    "gives tokens type {}, which is not an integer type; rebuild the dataset",
                     bytes[17]
                 ),
             )
@@ -515,8 +513,8 @@ impl Header {
             return Err(Error::data(
                 path,
                 format!(
-                    "has {len} bytes, but {num_sequences} sequences and {num_boundaries} document entries take {expected}: \
-                     it is {}; copy it again or make the dataset anew",
+                    "has {len} bytes, but {num_sequences} sequences and {num_boundaries} document \
+                     entries need {expected}: it is {}; copy it again or rebuild the dataset",
                     if len < expected { "truncated" } else { "damaged or of a newer format" }
                 ),
             ));

@@ -1,4 +1,4 @@
-//! Writing Megatron's indexed datasets, byte for byte as its `IndexedDatasetBuilder` does.
+//! Writes Megatron's indexed datasets, byte for byte as its `IndexedDatasetBuilder`.
 //!
 //! Source: Megatron-LM `core/datasets/indexed_dataset.py`; the layout is described in
 //! [`super::indexed`].
@@ -9,9 +9,8 @@ use super::cache::AtomicFile;
 use super::indexed::{HEADER, MAGIC, TokenType, VERSION, pair_paths};
 use crate::{Error, Result};
 
-/// Writes `PREFIX.bin` and `PREFIX.idx`. Neither exists before [`Self::finish`]; the index appears
-/// last, so that a pair whose index exists is whole. Dropped before, the writer leaves nothing
-/// behind.
+/// Writes `PREFIX.bin` and `PREFIX.idx`. Neither exists before [`Self::finish`]. The index appears
+/// last, so a pair with an index is complete. If dropped before, the writer leaves nothing behind.
 #[derive(Debug)]
 pub struct IndexedWriter {
     bin: AtomicFile,
@@ -24,7 +23,7 @@ pub struct IndexedWriter {
 }
 
 impl IndexedWriter {
-    /// Begins a dataset. The folder of `prefix` must exist.
+    /// Starts a dataset. The folder of `prefix` must exist.
     pub fn create(prefix: impl AsRef<Path>, token_type: TokenType) -> Result<Self> {
         let (bin_path, idx_path) = pair_paths(prefix.as_ref());
         let bin = AtomicFile::create(&bin_path)?;
@@ -42,13 +41,13 @@ impl IndexedWriter {
     /// Appends a sequence to the current document.
     ///
     /// # Errors
-    /// `Error::Data` where a token does not fit the type or the sequence is longer than 2³¹ − 1.
+    /// `Error::Data` if a token does not fit the type or the sequence is longer than 2³¹ − 1.
     pub fn add_sequence(&mut self, tokens: &[u32]) -> Result<()> {
         let length = i32::try_from(tokens.len()).map_err(|_| {
             let count = tokens.len();
             Error::data(
                 &self.bin_path,
-                format!("a sequence of {count} tokens is too long for the format; cut the text"),
+                format!("a sequence of {count} tokens is too long for the format; split the text"),
             )
         })?;
         if let Some(token) = tokens.iter().find(|&&token| token > self.token_type.max()) {
@@ -71,7 +70,8 @@ impl IndexedWriter {
         Ok(())
     }
 
-    /// Ends the current document. One without sequences is a boundary of its own, as in Megatron.
+    /// Ends the current document. A document without sequences adds its own boundary, as in
+    /// Megatron.
     pub fn end_document(&mut self) {
         self.boundaries.push(self.lengths.len() as u64);
     }

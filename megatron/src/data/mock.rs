@@ -1,9 +1,9 @@
-//! Made-up tokens (`--mock-data`), for trying and timing runs without any data.
+//! Made-up tokens (`--mock-data`), for testing and timing runs without data.
 //!
 //! Source: Megatron-LM `core/datasets/gpt_dataset.py`, `MockGPTLowLevelDataset`: documents of
-//! random lengths below 4096 that count up from 1 and end as documents do. Here they are an indexed
-//! dataset in the cache, so that every order and setting of real ones works on them; it has fewer
-//! documents, whose lengths are drawn by another generator.
+//! random lengths below 4096 that count up from 1 and end with the end-of-document token. Here they
+//! are an indexed dataset in the cache, so that every order and setting of real data works on them.
+//! It has fewer documents, with lengths from another random generator.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::config::DataConfig;
 use crate::{Error, Result};
 
 const DOCUMENTS: u64 = 4096;
-/// Tokens of a document, its end included, are fewer.
+/// A document has fewer tokens than this, its end included.
 const LENGTHS: u64 = 4096;
 
-/// The tokenizer, if one is given, and the dataset for its vocabulary, or else for one of
-/// `vocab_size` tokens, the last of which ends documents.
+/// The tokenizer, if one is given, and the dataset for its vocabulary; otherwise for a vocabulary
+/// of `vocab_size` tokens, where the last one ends documents.
 ///
 /// # Errors
-/// `Error::Config` where nothing says how large the vocabulary is, or the tokenizer is to be
+/// `Error::Config` if the size of the vocabulary is not given, or the tokenizer would have to be
 /// trained on the data.
 pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Prepared> {
     if let Some(spec) = cfg.tokenizer.as_deref().filter(|spec| spec.starts_with("train:")) {
@@ -37,13 +37,14 @@ pub(super) fn prepare(cfg: &DataConfig, vocab_size: Option<usize>) -> Result<Pre
     let tokenizer = tokenizer
         .map(|spec| Tokenizer::open_with(spec, &cfg.tokenizer_options, None, &cfg.cache_dir));
     let tokenizer = tokenizer.transpose()?;
-    let vocab_size = tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
-        Error::config("--mock-data makes up tokens of a vocabulary; give its size with --vocab-size, or a --tokenizer")
-    })?;
+    let vocab_size =
+        tokenizer.as_ref().map(Tokenizer::vocab_size).or(vocab_size).ok_or_else(|| {
+            Error::config("--mock-data needs a vocabulary size; give --vocab-size or --tokenizer")
+        })?;
     let eod = end_of_documents(tokenizer.as_ref(), vocab_size);
     let dataset = Arc::new(dataset(vocab_size, eod, &cfg.cache_dir)?);
     let mut description = vec![format!(
-        "made-up data: {} documents, {} tokens of a vocabulary of {vocab_size}",
+        "made-up data: {} documents, {} tokens, vocabulary {vocab_size}",
         dataset.num_documents(),
         dataset.num_tokens()
     )];
@@ -72,7 +73,7 @@ fn dataset(vocab_size: usize, eod: u32, cache_dir: &Path) -> Result<IndexedDatas
     let prefix = cache_dir.join(format!("mock-{}", key.finish()));
     let open = || match IndexedDataset::open(&prefix) {
         Ok(dataset) => Ok(Some(dataset)),
-        // Missing or damaged: built anew.
+        // Missing or damaged: build it again.
         Err(Error::Data { .. }) => Ok(None),
         Err(error) => Err(error),
     };

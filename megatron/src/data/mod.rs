@@ -4,8 +4,8 @@
 //! text ── tokenizer ──▶ indexed dataset (cached) ─┐
 //! PREFIX.bin, PREFIX.idx ─────────────────────────┴─▶ split ─▶ samples of S + 1 tokens ─▶ blend ─▶ microbatches
 //! ```
-//! Everything is a function of (files, seed, consumed samples), so there is no state to save and
-//! any rank can be asked for any sample.
+//! Everything is a function of (files, seed, consumed samples), so there is no state to save, and
+//! any rank can compute any sample.
 //!
 //! ```
 //! use megatron::config::DataConfig;
@@ -16,7 +16,7 @@
 //! # let folder = folder.path();
 //! # let text = folder.join("corpus.txt");
 //! # std::fs::write(&text, "What is read is what was written.\n").unwrap();
-//! // Text, of which every byte is a token here.
+//! // Text; here every byte is a token.
 //! let config = DataConfig {
 //!     data_path: vec![text.display().to_string()],
 //!     tokenizer: Some("byte".into()),
@@ -30,7 +30,7 @@
 //! data.train.sample(1, &mut sample)?;
 //! assert_eq!(sample.map(|token| token as u8), *b" is r");
 //!
-//! // An indexed dataset, as Megatron-LM's.
+//! // An indexed dataset in Megatron-LM's format.
 //! let mut writer = IndexedWriter::create(folder.join("tokens"), TokenType::for_vocabulary(1000))?;
 //! writer.add_sequence(&[3, 1, 4, 1, 5])?;
 //! writer.end_document();
@@ -98,37 +98,37 @@ use crate::{Error, Result};
 use paths::{DataPaths, Kind};
 use splits::{Opener, TEST, TRAIN, VALID};
 
-/// The data of a run, cut into splits.
+/// The data of a run, divided into splits.
 #[derive(Clone)]
 pub struct Datasets {
     /// At least one sample.
     pub train: Arc<dyn SampleSource>,
-    /// `None` where the split gives it too little for one sample.
+    /// `None` if the split leaves it less than one sample.
     pub valid: Option<Arc<dyn SampleSource>>,
     /// As `valid`.
     pub test: Option<Arc<dyn SampleSource>>,
-    /// `None` where the data are tokens and no tokenizer was named.
+    /// `None` if the data are tokens and no tokenizer was given.
     pub tokenizer: Option<Tokenizer>,
-    /// What ends documents, if that changes anything (`eod_mask_loss`, `reset_position_ids`,
+    /// The end of documents, if a setting uses it (`eod_mask_loss`, `reset_position_ids`,
     /// `reset_attention_mask`).
     pub document_ends: Option<DocumentEnds>,
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
-    /// Equal on all ranks that read the same tokens; 32 hexadecimal digits.
+    /// Equal on all ranks with the same tokens; 32 hexadecimal digits.
     pub fingerprint: String,
-    /// Lines that tell a user what was found.
+    /// Lines that describe the data to the user.
     pub description: Vec<String>,
 }
 
-/// Everything [`open`] needs of the disk: tokenizer and indexed datasets, made and cached if need
-/// be.
+/// Everything that [`open`] needs from disk: tokenizer and indexed datasets, built and cached if
+/// needed.
 #[derive(Clone, Debug)]
 pub struct Prepared {
-    /// `None` where the data are tokens and no tokenizer was named.
+    /// `None` if the data are tokens and no tokenizer was given.
     pub tokenizer: Option<Tokenizer>,
     /// One per weighted path or indexed dataset; one for all text without weights.
     pub datasets: Vec<Arc<IndexedDataset>>,
-    /// What the user calls each of them, or a part of it.
+    /// The user's path for each dataset, or a part of it.
     pub names: Vec<PathBuf>,
     /// The datasets' shares of the samples, if the data path gave any.
     pub weights: Option<Vec<f64>>,
@@ -139,11 +139,12 @@ pub struct Prepared {
 }
 
 /// Trains the tokenizer and tokenizes the text, or finds both in the cache. Called before ranks
-/// start, so that they find them; ranks that start without it agree on who does the work.
+/// start, so that they find the results. Without this call, the ranks agree on which one does the
+/// work.
 ///
 /// # Errors
-/// `Error::Config` where the settings contradict the data, `Error::Data` where files are missing,
-/// empty, damaged or no text.
+/// `Error::Config` if the settings contradict the data, `Error::Data` if files are missing, empty,
+/// damaged or not text.
 pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
     let DataPaths { kind, paths, weights } = DataPaths::parse(&cfg.data_path)?;
     match kind {
@@ -153,13 +154,13 @@ pub fn prepare(cfg: &DataConfig) -> Result<Prepared> {
 }
 
 /// Opens the data of a run that reads `requested` samples. `vocab_size` is the model's; it may be
-/// absent where there is a tokenizer.
+/// absent if there is a tokenizer.
 ///
 /// # Errors
-/// Those of [`prepare`]; `Error::Data` where the train split is too short for one sample of
-/// `seq_length` tokens; `Error::Config` where the tokenizer has more tokens than the model, or
-/// neither says how many there are, or no token ends documents and a setting asks for it, or there
-/// are weights but no samples are asked for.
+/// Those of [`prepare`]; `Error::Data` if the train split is too short for one sample of
+/// `seq_length` tokens; `Error::Config` if the tokenizer has more tokens than the model, neither
+/// gives the vocabulary size, a setting needs an end-of-document token that does not exist, or
+/// there are weights but no samples are requested.
 pub fn open(
     cfg: &DataConfig,
     seq_length: usize,
@@ -177,25 +178,24 @@ pub fn open(
     let opener = Opener::new(cfg, &prepared, split, seq_length, seed);
     let train = opener.source(TRAIN, requested.train)?;
     let mut notes = Vec::new();
-    let mut held_out = |part: splits::Part,
-                        share: f64,
-                        requested: u64|
-     -> Result<Option<Arc<dyn SampleSource>>> {
-        let source = opener.held_out(part, requested)?;
-        if let Err(path) = source
-            && prepared.weights.is_some()
-            && share > 0.0
-            && requested > 0
-        {
-            // Of a blend one dataset that is too short is enough, though the others are not.
-            notes.push(format!(
-                "note: nothing is evaluated on {} data: there {} has fewer tokens than a sample; leave it out of the blend, or give it a larger split",
-                part.0,
-                path.display()
-            ));
-        }
-        Ok(source.ok())
-    };
+    let mut held_out =
+        |part: splits::Part, share: f64, requested: u64| -> Result<Option<Arc<dyn SampleSource>>> {
+            let source = opener.held_out(part, requested)?;
+            if let Err(path) = source
+                && prepared.weights.is_some()
+                && share > 0.0
+                && requested > 0
+            {
+                // In a blend, one dataset that is too short is enough to prevent evaluation.
+                notes.push(format!(
+                    "note: nothing is evaluated on {} data: the part of {} has fewer tokens than a \
+                 sample; leave it out of the blend, or give it a larger split",
+                    part.0,
+                    path.display()
+                ));
+            }
+            Ok(source.ok())
+        };
     let valid = held_out(VALID, split[1], requested.valid)?;
     let test = held_out(TEST, split[2], requested.test)?;
     let count = |source: &Option<Arc<dyn SampleSource>>| {
@@ -205,7 +205,7 @@ pub fn open(
         share > 0.0 && source.is_none() && prepared.weights.is_none()
     };
     let (no_valid, no_test) = (lacks(split[1], &valid), lacks(split[2], &test));
-    // Test data alone are hardly missed.
+    // Missing test data alone does not deserve a note.
     let why = if no_test && !no_valid { format!(" {}", opener.dealt()) } else { String::new() };
     if no_valid {
         let dealt = opener.dealt();
@@ -236,12 +236,12 @@ pub fn open(
     })
 }
 
-/// Opens one part of the split, `train`, `valid` or `test`, of which every sample is read once, in
-/// order; the others may be empty. As [`open`] otherwise. With what a user may not expect of the
-/// tokenizer.
+/// Opens one part of the split, `train`, `valid` or `test`, to read every sample once, in order;
+/// the other parts may be empty. Otherwise like [`open`]. Also returns notes on unexpected
+/// properties of the tokenizer.
 ///
 /// # Errors
-/// Those of [`open`], of this part.
+/// Those of [`open`], for this part.
 pub fn open_part(
     cfg: &DataConfig,
     seq_length: usize,
@@ -257,7 +257,7 @@ pub fn open_part(
     let part =
         [TRAIN, VALID, TEST].into_iter().find(|(name, _)| *name == part).ok_or_else(|| {
             Error::config(format!(
-                "a split has no part {part}; its parts are train, valid and test"
+                "a split has no part {part}; the parts are train, valid and test"
             ))
         })?;
     let cfg = DataConfig { dataloader_type: DataloaderType::Sequential, ..cfg.clone() };
@@ -269,12 +269,11 @@ pub fn open_part(
 
 fn weights_without_samples() -> Error {
     Error::config(
-        "the data path has weights, which say how often a training run reads each dataset; leave them out where every \
-         sample is read once",
+        "the data path has weights, but every sample is read once here; leave the weights out",
     )
 }
 
-/// What ends documents, if a setting asks for it.
+/// The end of documents, if a setting needs it.
 fn document_ends(
     cfg: &DataConfig,
     tokenizer: Option<&Tokenizer>,
@@ -289,10 +288,12 @@ fn document_ends(
     let made_up = cfg.mock.then(|| mock::end_of_documents(tokenizer, vocab_size));
     let token = tokenizer.and_then(Tokenizer::eod).or(made_up).ok_or_else(|| {
         Error::config(match tokenizer {
-            Some(tokenizer) => format!("{setting}: {}, or leave {setting} out", tokenizer.lacks_eod()),
+            Some(tokenizer) => {
+                format!("{setting}: {}, or leave {setting} out", tokenizer.lacks_eod())
+            }
             None => format!(
-                "{setting}: indexed datasets do not say which token ends documents; give --tokenizer with the tokenizer they \
-                 were made with"
+                "{setting}: indexed datasets do not record the end-of-document token; give \
+                 --tokenizer with the tokenizer they were made with"
             ),
         })
     })?;
@@ -308,13 +309,14 @@ fn document_ends(
 fn agreed_vocabulary(tokenizer: Option<&Tokenizer>, vocab_size: Option<usize>) -> Result<usize> {
     match (tokenizer.map(Tokenizer::vocab_size), vocab_size) {
         (Some(tokens), Some(model)) if tokens > model => Err(Error::config(format!(
-            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the tokenizer the model was made for, or vocab_size {tokens}"
+            "the tokenizer has {tokens} tokens, but the model's vocabulary is {model}; give the \
+             model's own tokenizer, or vocab_size {tokens}"
         ))),
         (_, Some(model)) => Ok(model),
         (Some(tokens), None) => Ok(tokens),
         (None, None) => Err(Error::config(
-            "indexed datasets do not say how large their vocabulary is; give --vocab-size, or --tokenizer with the tokenizer \
-             they were made with",
+            "indexed datasets do not record their vocabulary size; give --vocab-size, or \
+             --tokenizer with the tokenizer they were made with",
         )),
     }
 }
@@ -333,7 +335,7 @@ fn prepare_text(
     let corpus = Corpus::scan(paths, &cfg.cache_dir)?;
     let tokenizer =
         Tokenizer::open_with(spec, &cfg.tokenizer_options, Some(&corpus), &cfg.cache_dir)?;
-    // Paths with weights are datasets of their own; without, their text is one.
+    // Paths with weights are separate datasets; without weights, all text is one dataset.
     let corpora = match &weights {
         None => vec![corpus],
         Some(_) => {
@@ -402,8 +404,8 @@ fn describe(tokenizer: &Tokenizer) -> impl Iterator<Item = String> {
     std::iter::once(line).chain(tokenizer.notes().to_vec())
 }
 
-/// A hash of sizes and of the ends of each dataset, enough to notice that a path holds other tokens
-/// than before.
+/// A hash of the sizes and of both ends of each dataset, enough to notice that a path holds
+/// different tokens than before.
 fn fingerprint(datasets: &[Arc<IndexedDataset>], weights: Option<&[f64]>) -> Result<String> {
     let mut hasher = cache::KeyHasher::default();
     weights.into_iter().flatten().for_each(|weight| hasher.update(&weight.to_bits().to_le_bytes()));

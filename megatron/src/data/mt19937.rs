@@ -1,7 +1,7 @@
-//! The Mersenne Twister, and the orders that numpy and PyTorch draw with it.
+//! The Mersenne Twister, and the random orders that numpy and PyTorch derive from it.
 //!
-//! Matsumoto & Nishimura 1998, "Mersenne Twister". Megatron orders documents and samples by
-//! `numpy.random.RandomState.shuffle` and epochs by `torch.randperm`; both seed by Knuth's
+//! Matsumoto & Nishimura 1998, "Mersenne Twister". Megatron orders documents and samples with
+//! `numpy.random.RandomState.shuffle` and epochs with `torch.randperm`; both seed with Knuth's
 //! recurrence (`init_genrand`).
 
 use rand_mt::Mt;
@@ -11,7 +11,7 @@ use rand_mt::Mt;
 pub(super) struct Mt19937(Mt);
 
 impl Mt19937 {
-    /// As `RandomState(seed)` and `torch.Generator().manual_seed(seed)` begin.
+    /// Seeded like `RandomState(seed)` and `torch.Generator().manual_seed(seed)`.
     pub fn new(seed: u32) -> Self {
         Self(Mt::new(seed))
     }
@@ -20,7 +20,7 @@ impl Mt19937 {
         self.0.next_u32()
     }
 
-    /// Uniform in 0..=`max`, by rejection under the smallest mask that covers `max` (numpy's
+    /// Uniform in 0..=`max`, by rejection with the smallest mask that covers `max` (numpy's
     /// `random_interval`).
     fn interval(&mut self, max: u64) -> u64 {
         if max == 0 {
@@ -38,7 +38,7 @@ impl Mt19937 {
         }
     }
 
-    /// `RandomState.shuffle` of a one-dimensional array: Fisher and Yates from the end.
+    /// `RandomState.shuffle` of a one-dimensional array: Fisher-Yates from the end.
     pub fn shuffle<T>(&mut self, values: &mut [T]) {
         for i in (1..values.len()).rev() {
             values.swap(i, self.interval(i as u64) as usize);
@@ -46,7 +46,7 @@ impl Mt19937 {
     }
 }
 
-/// Elements from which on PyTorch draws its permutations otherwise.
+/// Number of elements from which PyTorch uses another algorithm for permutations.
 pub(super) const TORCH_PERMUTATION_LIMIT: u64 = u32::MAX as u64 / 20;
 
 /// `torch.randperm(n)` on the CPU after `manual_seed(seed)`, for `n` below
@@ -65,14 +65,14 @@ pub(super) fn torch_permutation(n: u32, seed: u32) -> Vec<u32> {
 mod tests {
     use super::*;
 
-    /// `numpy.random.RandomState(5489).randint(0, 2**32, dtype='uint32')` has the numbers of the
+    /// `numpy.random.RandomState(5489).randint(0, 2**32, dtype='uint32')` gives the numbers of the
     /// published program.
     #[test]
     fn numbers_are_those_of_the_published_program() {
         let mut random = Mt19937::new(5489);
         let first: Vec<u32> = (0..3).map(|_| random.next_u32()).collect();
         assert_eq!(first, [3_499_211_612, 581_869_302, 3_890_346_734]);
-        // C++11 requires the 10,000th.
+        // C++11 specifies the 10,000th number.
         let last = (3..10_000).map(|_| random.next_u32()).last();
         assert_eq!(last, Some(4_123_659_995));
     }
@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(values, [5, 1, 8, 2, 0, 6, 7, 9, 4, 3]);
     }
 
-    /// More than 32 bits are two draws, the first one high.
+    /// More than 32 bits take two draws, the high half first.
     #[test]
     fn wide_intervals_draw_the_high_half_first() {
         let (mut wide, mut narrow) = (Mt19937::new(7), Mt19937::new(7));

@@ -1,4 +1,4 @@
-//! Tensors of a microbatch by name, for models of other input than tokens: features, classes,
+//! Tensors of a microbatch by name, for models with inputs other than tokens: features, classes,
 //! targets.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 pub struct NamedTensors(BTreeMap<String, Tensor>);
 
 impl NamedTensors {
-    /// Those of a microbatch, on `device`, of those of its samples, `[…]` each.
+    /// Stacks the tensors of a microbatch's samples, `[…]` each, on `device`.
     ///
     /// # Errors
     /// If samples differ in names, shapes or dtypes.
@@ -49,7 +49,7 @@ impl NamedTensors {
     /// The tensor of this name.
     ///
     /// # Errors
-    /// If there is none: names those that there are.
+    /// If there is none; the error lists the existing names.
     pub fn get(&self, name: &str) -> Result<&Tensor> {
         self.0.get(name).ok_or_else(|| {
             let there: Vec<&str> = self.0.keys().map(String::as_str).collect();
@@ -63,7 +63,7 @@ impl NamedTensors {
         })
     }
 
-    /// Whether there are none, as of text.
+    /// Whether there are none, as for text.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

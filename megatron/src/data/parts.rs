@@ -1,4 +1,5 @@
-//! Documents in parts whose tokens, laid end to end, are those of the whole.
+//! Splits documents into parts so that the concatenated tokens of the parts equal those of the
+//! whole.
 
 use std::collections::VecDeque;
 use std::io::BufRead;
@@ -9,24 +10,23 @@ use super::split_points::SplitPoints;
 use super::text::Paragraphs;
 use crate::Result;
 
-/// Bytes behind the end of a paragraph within which it may be cut off, where it cannot be at its
-/// end.
+/// If a paragraph cannot be cut at its end, it may be cut within this many bytes after it.
 const NEAR: usize = 1 << 12;
-/// Bytes of white space at its end within which it may.
+/// Or within this many bytes of white space at its end.
 const BLANK: usize = 64;
 
 /// A part of a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Part {
-    /// Texts of a document's parts, laid end to end, are the document.
+    /// The concatenated texts of a document's parts are the document.
     pub text: String,
-    /// The character before it, where its first tokens depend on there being one.
+    /// The character before it, if its first tokens depend on that.
     pub(super) before: Option<char>,
-    /// Where paragraphs end within it: its tokens are cut there.
+    /// Positions in the text where paragraphs end; its tokens are split there.
     pub(super) ends: Vec<usize>,
-    /// The document begins with it.
+    /// It starts the document.
     pub first: bool,
-    /// The document ends with it.
+    /// It ends the document.
     pub last: bool,
 }
 
@@ -37,16 +37,15 @@ impl Part {
     }
 }
 
-/// The parts of one document: its paragraphs, as nearly as it can be cut there, read as they are
-/// asked for.
+/// The parts of one document: its paragraphs, as closely as it can be cut there, read on demand.
 ///
-/// Where a document cannot be cut, it is one part, in memory as a whole.
+/// A document that cannot be cut is one part, held in memory as a whole.
 pub struct Parts {
     paragraphs: Paragraphs,
     split_points: Arc<SplitPoints>,
-    /// Read, but not yet given.
+    /// Text that was read but not yet returned.
     held: String,
-    /// Where paragraphs end in it.
+    /// Positions where paragraphs end in `held`.
     ends: VecDeque<usize>,
     all_read: bool,
     first: bool,
@@ -54,7 +53,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Of what `reader` gives; `path` is what errors name.
+    /// The parts of the text from `reader`; errors name `path`.
     pub fn new(
         path: &Path,
         reader: Box<dyn BufRead + Send>,
@@ -107,7 +106,7 @@ impl Parts {
 
     fn read_paragraph(&mut self) -> Result<()> {
         let read = self.paragraphs.read().inspect_err(|_| {
-            // What was read before the error is no document.
+            // The text read before the error is not a document.
             self.held.clear();
             self.ends.clear();
             self.all_read = true;
@@ -125,8 +124,8 @@ impl Parts {
         Ok(())
     }
 
-    /// Where to cut what is held: at the end of a paragraph, else in the blank lines before it,
-    /// else behind it.
+    /// Where to cut the held text: at the end of a paragraph, else in the blank lines before that
+    /// end, else after it.
     fn near(&self, end: usize) -> Option<usize> {
         let text = &self.held;
         let blank = text[..end].trim_end().len().max(end.saturating_sub(BLANK)).max(1);

@@ -1,4 +1,4 @@
-//! What `--data-path` names: text or indexed datasets, with weights or without.
+//! Parses `--data-path`: text or indexed datasets, with or without weights.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 pub(super) struct DataPaths {
     pub kind: Kind,
     pub paths: Vec<PathBuf>,
-    /// One for each path, positive and finite.
+    /// One weight for each path, positive and finite.
     pub weights: Option<Vec<f64>>,
 }
 
@@ -23,8 +23,8 @@ pub(super) enum Kind {
 
 impl DataPaths {
     /// # Errors
-    /// `Error::Config` where there is no path, weights and paths do not alternate, or text and
-    /// datasets are mixed; `Error::Data` where a path names nothing.
+    /// `Error::Config` if there is no path, weights and paths do not alternate, or text and
+    /// datasets are mixed; `Error::Data` if a path does not exist.
     pub fn parse(entries: &[String]) -> Result<Self> {
         let (weights, paths) = take_weights(entries)?;
         let (kind, paths) = classify(&paths)?;
@@ -32,8 +32,8 @@ impl DataPaths {
     }
 }
 
-/// Takes `0.7 A 0.3 B` apart. A first entry that is a number is a weight unless a file has that
-/// name.
+/// Splits `0.7 A 0.3 B` into weights and paths. If the first entry is a number, it is a weight
+/// unless a file has that name.
 fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
     let number = |entry: &str| entry.parse::<f64>().ok();
     let plain = || Ok((None, entries.iter().map(String::as_str).collect()));
@@ -45,15 +45,15 @@ fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
     for pair in entries.chunks(2) {
         let [weight, path] = pair else {
             return Err(Error::config(format!(
-                "the data path begins with a weight and ends with \"{}\", which has no path after it; give weights and paths in \
-                 turn: 0.7 A 0.3 B",
+                "the data path starts with a weight, but the last weight, \"{}\", has no path \
+                 after it; alternate weights and paths: 0.7 A 0.3 B",
                 pair[0]
             )));
         };
         let weight = number(weight).filter(|weight| *weight > 0.0 && weight.is_finite()).ok_or_else(|| {
             Error::config(format!(
-                "the data path has \"{weight}\" where the weight of {path} belongs, a number above 0; give weights and paths in \
-                 turn: 0.7 A 0.3 B"
+                "the data path has \"{weight}\" as the weight of {path}, which must be a number \
+                 above 0; alternate weights and paths: 0.7 A 0.3 B"
             ))
         })?;
         weights.push(weight);
@@ -62,12 +62,12 @@ fn take_weights(entries: &[String]) -> Result<(Option<Vec<f64>>, Vec<&str>)> {
     Ok((Some(weights), paths))
 }
 
-/// Tells texts from prefixes of indexed datasets.
+/// Distinguishes text from prefixes of indexed datasets.
 fn classify(entries: &[&str]) -> Result<(Kind, Vec<PathBuf>)> {
     let (mut texts, mut prefixes) = (Vec::new(), Vec::new());
     for entry in entries {
         let path = Path::new(entry);
-        // Completing a name in a shell ends at one of the pair.
+        // Shell completion gives the name of one file of the pair.
         let prefix = match path.extension() {
             Some(extension) if extension == "idx" || extension == "bin" => path.with_extension(""),
             _ => path.to_path_buf(),
@@ -118,18 +118,18 @@ mod tests {
             (Some(vec![0.7, 3.0]), vec!["A".into(), "B".into()])
         );
         assert_eq!(taken(&["A", "B"]).unwrap(), (None, vec!["A".into(), "B".into()]));
-        // A path may be called as a number is, where a weight comes before it.
+        // A path may look like a number if a weight precedes it.
         assert_eq!(taken(&["1", "2"]).unwrap(), (Some(vec![1.0]), vec!["2".into()]));
     }
 
     #[test]
     fn weights_that_cannot_be_meant_are_refused_by_name() {
         for (entries, part) in [
-            (&["0.7", "A", "0.3"][..], "\"0.3\", which has no path"),
-            (&["0.7", "A", "B", "C"], "\"B\" where the weight of C"),
-            (&["0.7", "A", "0", "B"], "\"0\" where the weight of B"),
-            (&["-1", "A"], "\"-1\" where"),
-            (&["inf", "A"], "\"inf\" where"),
+            (&["0.7", "A", "0.3"][..], "\"0.3\", has no path"),
+            (&["0.7", "A", "B", "C"], "\"B\" as the weight of C"),
+            (&["0.7", "A", "0", "B"], "\"0\" as the weight of B"),
+            (&["-1", "A"], "\"-1\" as"),
+            (&["inf", "A"], "\"inf\" as"),
         ] {
             let message = taken(entries).unwrap_err().to_string();
             assert!(message.contains(part) && message.contains("0.7 A 0.3 B"), "{message}");

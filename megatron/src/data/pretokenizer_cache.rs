@@ -1,10 +1,10 @@
-//! Byte-level BPE word by word, with every word's tokens remembered.
+//! Byte-level BPE word by word, with a cache of each word's tokens.
 //!
-//! A byte-level tokenizer cuts a text into words by a regular expression, and then encodes every
-//! word by itself (Radford et al. 2019, GPT-2; the same in Llama 3 and Qwen2). Text repeats its
-//! words, so nearly all of them are found in a table, and the model of the `tokenizers` crate is
-//! asked for the others only. The tokens are those of the crate's own `encode`, to the last one:
-//! whatever is not certain to be is left to it ([`PretokenizerCache::of`],
+//! A byte-level tokenizer splits a text into words with a regular expression, and then encodes each
+//! word separately (Radford et al. 2019, GPT-2; the same in Llama 3 and Qwen2). Text repeats its
+//! words, so nearly all of them are found in a table, and the model of the `tokenizers` crate
+//! encodes only the others. The tokens are exactly those of the crate's own `encode`: cases that
+//! are not certain are left to the crate ([`PretokenizerCache::of`],
 //! [`PretokenizerCache::encode`]).
 
 use std::collections::HashMap;
@@ -21,48 +21,49 @@ use tokenizers::{AddedToken, ModelWrapper, Result};
 
 use super::added_tokens::{Texts, added_tokens};
 
-/// How GPT-2 cuts text into words.
+/// The expression that splits text into words for GPT-2.
 pub(super) const GPT2: &str =
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-/// How such expressions end: white space, but for the last character of it if a word follows. Only
-/// this needs to look ahead.
+/// The end of such expressions: white space, without its last character if a word follows. Only
+/// this part needs lookahead.
 const SPACES: &str = r"|\s+(?!\S)|\s+";
-/// The pattern of white space, beside the rest of the expression.
+/// The pattern of white space, separate from the rest of the expression.
 const IS_SPACE: PatternID = PatternID::new_unchecked(1);
-/// Longer words are not remembered, in bytes.
+/// Longest word that is cached, in bytes.
 const LONGEST: usize = 128;
-/// Words that are remembered by each thread at a time.
+/// Words that each thread caches at a time.
 const MOST_WORDS: usize = 1 << 17;
 
-/// What cuts text into words, and the words met so far.
+/// The expression that splits text into words, and the words seen so far.
 #[derive(Debug)]
 pub(super) struct PretokenizerCache {
     regex: Regex,
-    /// Tokens that are cut out before anything else, and nothing with them.
+    /// Added tokens that are split off first and take no white space with them.
     plain: Texts,
-    /// Those that take white space along, stand between words alone, or are looked for later.
+    /// Added tokens that take white space with them, match only between words, or are matched
+    /// later.
     others: Texts,
-    /// The character that stands for a byte in the vocabulary.
+    /// The character for each byte in the vocabulary.
     letters: [char; 256],
-    /// As many as there were ever threads at the same time.
+    /// As many as the largest number of simultaneous threads so far.
     memories: Mutex<Vec<Memory>>,
 }
 
-/// The words that one thread has met.
+/// The words that one thread has seen.
 #[derive(Debug)]
 struct Memory {
     cache: Cache,
-    /// Where in `tokens` a word's are: first, and how many.
+    /// Position of a word's tokens in `tokens`: first, and number.
     words: HashMap<Box<str>, (u32, u32)>,
     tokens: Vec<u32>,
 }
 
 impl PretokenizerCache {
-    /// `None` where a tokenizer does more than to cut text by one expression and to encode the
-    /// words' bytes.
+    /// `None` if a tokenizer does more than split text with one expression and encode the words'
+    /// bytes.
     pub(super) fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let model = bpe(tokenizer)?;
-        // Dropout encodes a word differently every time.
+        // With dropout, a word is encoded differently every time.
         if model.dropout.is_some() || tokenizer.get_normalizer().is_some() {
             return None;
         }
@@ -86,7 +87,7 @@ impl PretokenizerCache {
             },
             _ => return None,
         };
-        // Other expressions that look ahead or behind are no regular ones, and are refused here.
+        // Other expressions with lookaround are not regular and fail here.
         let regex = Regex::new_many(&[pattern.strip_suffix(SPACES)?, r"\s+"]).ok()?;
         let literal = tokenizer.get_encode_special_tokens();
         let added =
@@ -101,10 +102,10 @@ impl PretokenizerCache {
         Some(Self { regex, plain, others, letters: letters(), memories: Mutex::default() })
     }
 
-    /// The tokens of a text; `None` where it must be left to the tokenizer.
+    /// The tokens of a text; `None` if it must be left to the tokenizer.
     ///
     /// # Errors
-    /// Those of the model, where the vocabulary lacks bytes and what stands for them.
+    /// Those of the model, if the vocabulary lacks bytes and a substitute for them.
     pub(super) fn encode(&self, tokenizer: &Tokenizer, text: &str) -> Result<Option<Vec<u32>>> {
         if self.others.occur(text) {
             return Ok(None);
@@ -115,14 +116,14 @@ impl PretokenizerCache {
             words: HashMap::new(),
             tokens: Vec::new(),
         });
-        // Three to four bytes a token are usual.
+        // Three to four bytes per token are typical.
         let mut tokens = Vec::with_capacity(text.len() / 3);
         let all = self.encode_between(&mut memory, model, text, &mut tokens);
         self.memories().push(memory);
         Ok(all?.then_some(tokens))
     }
 
-    /// Encodes what lies between added tokens, each as if it were a text.
+    /// Encodes the text between added tokens, each piece as a separate text.
     fn encode_between(
         &self,
         memory: &mut Memory,
@@ -145,7 +146,7 @@ impl PretokenizerCache {
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// False where that must be left to the tokenizer.
+    /// False if the text must be left to the tokenizer.
     fn encode_with(
         &self,
         memory: &mut Memory,
@@ -158,12 +159,12 @@ impl PretokenizerCache {
             let input = Input::new(text).range(at..);
             let (start, end) = match self.regex.search_with(&mut memory.cache, &input) {
                 None => (text.len(), text.len()),
-                // An expression that matches nothing would never end.
+                // An expression that matches an empty string would never advance.
                 Some(found) if found.is_empty() => return Ok(false),
                 Some(found) => {
                     let mut end = found.end();
                     if found.pattern() == IS_SPACE && end < text.len() {
-                        // A word follows, and takes the last character with it, unless that is the
+                        // A word follows and takes the last white-space character, unless it is the
                         // only one.
                         let last =
                             text[found.range()].chars().next_back().map_or(0, char::len_utf8);
@@ -174,7 +175,7 @@ impl PretokenizerCache {
                     (found.start(), end)
                 }
             };
-            // What the expression leaves out is a word, too.
+            // Text that the expression does not match is also a word.
             for word in [&text[at..start], &text[start..end]] {
                 if !word.is_empty() {
                     self.encode_word(memory, model, word, tokens)?;
@@ -204,7 +205,7 @@ impl PretokenizerCache {
                 memory.words.clear();
                 memory.tokens.clear();
             }
-            // A word has no more tokens than letters, so these are far from 2^32.
+            // A word has at most as many tokens as letters, so these numbers are far below 2^32.
             memory
                 .words
                 .insert(word.into(), (memory.tokens.len() as u32, (tokens.len() - first) as u32));
@@ -225,7 +226,8 @@ fn adds_no_space(bytes: &ByteLevel) -> bool {
     !bytes.add_prefix_space
 }
 
-/// Bytes that are no visible character have stand-ins from U+0100 on (GPT-2's `bytes_to_unicode`).
+/// Bytes without a visible character are mapped to characters from U+0100 on (GPT-2's
+/// `bytes_to_unicode`).
 fn letters() -> [char; 256] {
     let mut next = 0x100;
     std::array::from_fn(|byte| match byte as u8 {

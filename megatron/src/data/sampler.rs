@@ -1,8 +1,8 @@
-//! Which samples a rank reads in a step, and the tensors made of them.
+//! Which samples a rank reads in a step, and their tensors.
 //!
 //! Source: Megatron-LM `legacy/data/data_samplers.py`: with c samples consumed, microbatch m of
 //! data-parallel rank r takes the samples c + m·(MBS·dp) + r·MBS + i, i < MBS. The samples of a
-//! step, c … c + GBS − 1, do not depend on how they are cut.
+//! step, c … c + GBS − 1, do not depend on the layout.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::named::NamedTensors;
 use super::source::SampleSource;
 use crate::{Error, Result};
 
-/// How a global batch is cut into microbatches and over replicas.
+/// How a global batch is divided into microbatches and over replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GlobalBatch {
     micro_batch_size: usize,
@@ -26,7 +26,7 @@ pub struct GlobalBatch {
 
 impl GlobalBatch {
     /// # Errors
-    /// `Error::Config` unless GBS is a positive multiple of MBS·dp and the rank lies within dp.
+    /// `Error::Config` unless GBS is a positive multiple of MBS·dp and the rank is below dp.
     pub fn new(
         micro_batch_size: usize,
         global_batch_size: usize,
@@ -50,7 +50,7 @@ impl GlobalBatch {
         Ok(Self { micro_batch_size, global_batch_size, dp_rank, dp_size })
     }
 
-    /// A global batch of `global_batch_size` samples, cut alike.
+    /// A global batch of `global_batch_size` samples, divided in the same way.
     ///
     /// # Errors
     /// As [`GlobalBatch::new`].
@@ -63,7 +63,7 @@ impl GlobalBatch {
         self.global_batch_size / (self.micro_batch_size * self.dp_size)
     }
 
-    /// Samples of this replica's microbatch `microbatch`, counted within the step's global batch.
+    /// Samples of this replica's microbatch `microbatch`, as indices in the step's global batch.
     pub fn samples(&self, microbatch: usize) -> impl Iterator<Item = u64> + use<> {
         let first = (microbatch * self.dp_size + self.dp_rank) * self.micro_batch_size;
         (first..first + self.micro_batch_size).map(|sample| sample as u64)
@@ -77,17 +77,17 @@ pub struct MicroBatch {
     pub tokens: Tensor,
     /// The token after each of `tokens`: u32 `[s/cp, b]`.
     pub labels: Tensor,
-    /// 1 where a token's loss counts: f32 `[s/cp, b]`.
+    /// 1 if a token's loss counts, else 0: f32 `[s/cp, b]`.
     pub loss_mask: Tensor,
-    /// How many of these tokens' losses count.
+    /// How many of the tokens' losses count.
     pub counted: f64,
     /// Index of each of the b samples within the step's global batch: 0 … GBS − 1.
     pub samples: Vec<u64>,
-    /// [`kernels::ops::dropout::step_and_samples`], in the microbatch that a CUDA graph reads.
+    /// [`kernels::ops::dropout::step_and_samples`], for a microbatch that a CUDA graph reads.
     pub step_and_samples: Option<Tensor>,
-    /// Of whole sequences.
+    /// Documents of whole sequences.
     pub documents: Documents,
-    /// What the source has beside tokens, of whole samples.
+    /// The source's tensors besides tokens, of whole samples.
     pub named: NamedTensors,
 }
 
@@ -99,12 +99,12 @@ pub struct Loader {
     vocab_size: usize,
     device: Device,
     document_ends: Option<DocumentEnds>,
-    /// Which of how many equal parts of each sequence this rank has.
+    /// Index of this rank's part of each sequence, and the number of equal parts.
     part: (usize, usize),
 }
 
 impl Loader {
-    /// `vocab_size` is the model's, unpadded: larger token ids are refused.
+    /// `vocab_size` is the model's, without padding: larger token ids are refused.
     pub fn new(
         source: Arc<dyn SampleSource>,
         batch: GlobalBatch,
@@ -114,35 +114,35 @@ impl Loader {
         Self { source, batch, vocab_size, device, document_ends: None, part: (0, 1) }
     }
 
-    /// Heeds the ends of documents within samples.
+    /// Applies the ends of documents within samples.
     pub fn with_documents(mut self, ends: Option<DocumentEnds>) -> Self {
         self.document_ends = ends;
         self
     }
 
-    /// Gives of each sequence the tokens of context-parallel rank `rank` of `cp` alone.
+    /// Returns only the tokens of context-parallel rank `rank` of `cp` from each sequence.
     pub fn with_part_of_sequences(mut self, rank: usize, cp: usize) -> Self {
         self.part = (rank, cp);
         self
     }
 
-    /// How the global batch is cut.
+    /// How the global batch is divided.
     pub fn batch(&self) -> GlobalBatch {
         self.batch
     }
 
-    /// The microbatches of the step that begins after `consumed_samples` samples.
+    /// The microbatches of the step that starts after `consumed_samples` samples.
     ///
     /// # Errors
-    /// `Error::Data` where data cannot be read or has a token that the vocabulary does not.
+    /// `Error::Data` if data cannot be read or contain a token outside the vocabulary.
     pub fn microbatches(&self, consumed_samples: u64) -> Result<Vec<MicroBatch>> {
         self.microbatches_of(&self.batch, consumed_samples)
     }
 
-    /// As [`microbatches`](Self::microbatches), of a step with another global batch.
+    /// As [`microbatches`](Self::microbatches), for a step with another global batch size.
     ///
     /// # Errors
-    /// As there.
+    /// As [`microbatches`](Self::microbatches).
     pub fn microbatches_of(
         &self,
         batch: &GlobalBatch,
@@ -190,14 +190,14 @@ impl Loader {
         let (rank, cp) = self.part;
         if !s.is_multiple_of(cp) {
             return Err(Error::config(format!(
-                "context parallelism cuts sequences evenly: {s} tokens do not divide by context_parallel_size {cp}"
+                "context parallelism splits sequences evenly: {s} tokens are not a multiple of context_parallel_size {cp}"
             )));
         }
         let length = s / cp;
         let mine = rank * length * b..(rank + 1) * length * b;
         let (tokens, labels, loss_mask) =
             (only(tokens, &mine), only(labels, &mine), only(loss_mask, &mine));
-        // Here, since on a GPU the mask is read only by waiting for it.
+        // Counted here, because reading the mask from a GPU would have to wait for it.
         let counted = loss_mask.iter().map(|&m| f64::from(m)).sum();
         Ok(MicroBatch {
             tokens: upload(tokens, (length, b), &self.device)?,
@@ -215,8 +215,9 @@ impl Loader {
         Error::data(
             self.source.path(),
             format!(
-                "token id {token} at position {position} of sample {sample}, but the vocabulary has {} (ids 0 to {}); the \
-                 dataset was made with another tokenizer: give that one, or make the dataset anew",
+                "token id {token} at position {position} of sample {sample}, but the vocabulary \
+                 has {} (ids 0 to {}); the dataset was made with another tokenizer: give that \
+                 tokenizer, or rebuild the dataset",
                 self.vocab_size,
                 self.vocab_size.saturating_sub(1)
             ),

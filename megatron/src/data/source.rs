@@ -1,9 +1,9 @@
-//! Samples of S + 1 tokens, in order or shuffled anew every epoch.
+//! Samples of S + 1 tokens, in order or shuffled again every epoch.
 //!
 //! Sample i of a split is tokens [i·S, i·S + S] of its token stream: the last token of a sample is
 //! the first of the next. The shuffle is a Feistel network over the sample numbers with cycle
 //! walking (Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains"): a permutation in
-//! constant memory, so that any rank can ask for any sample at any time.
+//! constant memory, so that any rank can compute any sample at any time.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,34 +15,34 @@ use super::indexed::IndexedDataset;
 
 use crate::{Error, Result};
 
-/// A never-ending sequence of training samples, each a function of its index alone.
+/// An infinite sequence of training samples; each depends only on its index.
 pub trait SampleSource: Send + Sync {
-    /// S: a sample is S + 1 tokens, of which the first S are inputs and the last S are labels.
+    /// S: a sample has S + 1 tokens; the first S are inputs and the last S are labels.
     fn seq_length(&self) -> usize;
 
-    /// Distinct samples: those of one epoch.
+    /// Distinct samples, that is, those of one epoch.
     fn num_samples(&self) -> u64;
 
-    /// Writes sample `index` to `out`, of S + 1 tokens. Indices of `num_samples` and above are
-    /// further epochs. Samples that are not text leave it as it is, zeros.
+    /// Writes sample `index` to `out`, of S + 1 tokens. Indices of `num_samples` and above are in
+    /// further epochs. For samples that are not text, `out` stays zero.
     fn sample(&self, _index: u64, _out: &mut [u32]) -> Result<()> {
         Ok(())
     }
 
-    /// Tensors of sample `index` beside its tokens, by name: `[…]` each, on the CPU, of equal
-    /// names, shapes and dtypes for all samples. Every rank of a replica gets them whole.
+    /// Tensors of sample `index` besides its tokens, by name: `[…]` each, on the CPU, with the same
+    /// names, shapes and dtypes for all samples. Every rank of a replica gets the whole tensors.
     fn named(&self, _index: u64) -> Result<Vec<(String, Tensor)>> {
         Ok(Vec::new())
     }
 
     /// Writes the weight of each of sample `index`'s S losses to `out`, ones by default. A step's
-    /// loss is their weighted sum over the global batch by the sum of the weights.
+    /// loss is their weighted sum over the global batch, divided by the sum of the weights.
     fn loss_mask(&self, _index: u64, out: &mut [f32]) -> Result<()> {
         out.fill(1.0);
         Ok(())
     }
 
-    /// What errors about this data name.
+    /// The path that errors about this data name.
     fn path(&self) -> &Path {
         Path::new("dataset")
     }
@@ -55,8 +55,8 @@ struct Segment {
     num_tokens: u64,
     /// First byte of the first sequence.
     first_byte: u64,
-    /// Where sequences do not lie one after another: their first tokens within the segment, and the
-    /// first sequence.
+    /// If sequences are not contiguous: their first tokens within the segment, and the first
+    /// sequence.
     scattered: Option<(Vec<u64>, u64)>,
 }
 
@@ -77,7 +77,7 @@ impl Segment {
         Ok(Self { dataset, num_tokens, first_byte, scattered })
     }
 
-    /// Reads tokens that all lie within the segment.
+    /// Reads tokens that are all within the segment.
     fn read(&self, mut start: u64, mut out: &mut [u32]) -> Result<()> {
         let size = self.dataset.token_type().size() as u64;
         let Some((starts, first_sequence)) = &self.scattered else {
@@ -91,7 +91,7 @@ impl Segment {
             if count == 0 {
                 return Err(Error::data(
                     self.dataset.path(),
-                    "changed while it was read; start again",
+                    "changed while it was read; start the run again",
                 ));
             }
             let (head, tail) = out.split_at_mut(count as usize);
@@ -103,7 +103,7 @@ impl Segment {
     }
 }
 
-/// A range of the sequences of several datasets laid end to end, read as one stream of tokens.
+/// A range of the concatenated sequences of several datasets, read as one stream of tokens.
 #[derive(Debug)]
 pub struct TokenStream {
     segments: Vec<Segment>,
@@ -170,10 +170,10 @@ pub struct Sequential {
 }
 
 impl Sequential {
-    /// `name` says in errors which split this is.
+    /// `name` identifies the split in errors.
     ///
     /// # Errors
-    /// `Error::Data` where the stream is too short for one sample.
+    /// `Error::Data` if the stream is too short for one sample.
     pub fn new(stream: TokenStream, seq_length: usize, name: &str) -> Result<Self> {
         if seq_length == 0 {
             return Err(Error::config("seq_length is 0; a sample needs at least one token"));
@@ -218,7 +218,7 @@ impl SampleSource for Sequential {
     }
 }
 
-/// The samples of another source in an order drawn anew every epoch from (seed, epoch).
+/// The samples of another source in an order drawn every epoch from (seed, epoch).
 #[derive(Debug)]
 pub struct Shuffled<S> {
     source: S,
@@ -231,7 +231,7 @@ impl<S: SampleSource> Shuffled<S> {
         Self { source, seed }
     }
 
-    /// The source's sample that is this one's `index`-th.
+    /// The index in the source of this sampler's sample `index`.
     fn origin(&self, index: u64) -> u64 {
         let n = self.source.num_samples();
         permute(index % n, n, self.seed, index / n)
@@ -264,14 +264,14 @@ impl<S: SampleSource> SampleSource for Shuffled<S> {
     }
 }
 
-/// Where `index` < `n` goes under the permutation of 0..n drawn from (seed, epoch).
+/// The image of `index` < `n` under the permutation of 0..n drawn from (seed, epoch).
 pub fn permute(index: u64, n: u64, seed: u64, epoch: u64) -> u64 {
     debug_assert!(index < n);
     if n <= 1 {
         return index;
     }
-    // Halves of equal width over the smallest even number of bits that holds n: at most four times
-    // n values, so that a walk back into 0..n takes fewer than four steps on average.
+    // Two halves of equal width, over the smallest even number of bits that holds n: at most four
+    // times n values, so that the walk back into 0..n takes fewer than four steps on average.
     let half = (64 - (n - 1).leading_zeros()).div_ceil(2);
     let mask = (1u64 << half) - 1;
     let key = mix(mix(seed) ^ epoch);
@@ -288,8 +288,8 @@ pub fn permute(index: u64, n: u64, seed: u64, epoch: u64) -> u64 {
     }
 }
 
-/// Four make a pseudorandom permutation of large domains (Luby & Rackoff 1988); small ones want
-/// more.
+/// Four rounds give a pseudorandom permutation of large domains (Luby & Rackoff 1988); small
+/// domains need more.
 const ROUNDS: u64 = 10;
 
 /// SplitMix64 (Steele, Lea & Flood 2014).

@@ -1,7 +1,7 @@
-//! The cut of a corpus into train, valid and test by weights such as `969,30,1`.
+//! Divides a corpus into train, valid and test by weights such as `969,30,1`.
 //!
 //! Source: Megatron-LM `core/datasets/blended_megatron_dataset_config.py` and `..._builder.py`: the
-//! weights are normalized, summed up from the left, and each bound is Python's `round(bound · N)`,
+//! weights are normalized and summed from the left, and each bound is Python's `round(bound · N)`,
 //! which rounds halves to even.
 
 use std::ops::Range;
@@ -11,13 +11,13 @@ use std::ops::Range;
 pub struct Split {
     /// The first sequences.
     pub train: Range<u64>,
-    /// Those behind them.
+    /// The sequences after those of `train`.
     pub valid: Range<u64>,
-    /// The last.
+    /// The last sequences.
     pub test: Range<u64>,
 }
 
-/// Cuts `num_sequences` by normalized weights.
+/// Divides `num_sequences` by normalized weights.
 pub fn split_sequences(weights: [f64; 3], num_sequences: u64) -> Split {
     let mut bounds = [0u64; 4];
     let mut sum = 0.0;
@@ -39,7 +39,7 @@ mod tests {
         [split.train.start, split.train.end, split.valid.end, split.test.end]
     }
 
-    /// Megatron cut the 7222 paragraphs of Tiny Shakespeare so.
+    /// Megatron divides the 7222 paragraphs of Tiny Shakespeare in this way.
     #[test]
     fn bounds_are_those_of_megatron() {
         assert_eq!(bounds("969,30,1", 7222), [0, 6998, 7215, 7222]);
@@ -59,7 +59,7 @@ mod tests {
         assert_eq!(bounds("9, 1", 10), [0, 9, 10, 10]);
     }
 
-    /// 0.1 + 0.2 + 0.7 is not 1 in binary; the last bound still is N.
+    /// 0.1 + 0.2 + 0.7 is not 1 in binary, but the last bound is still N.
     #[test]
     fn every_sequence_is_in_one_split() {
         for n in [1u64, 3, 10, 1000, 999_999_937] {

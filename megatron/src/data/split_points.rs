@@ -1,9 +1,9 @@
-//! Where the text of a document can be cut so that the tokens of the parts, laid end to end, are
+//! Finds where the text of a document can be cut so that the concatenated tokens of the parts equal
 //! those of the whole.
 //!
-//! The ids of a document are those of one call of its tokenizer on the whole of it. A long one is
-//! handed over in parts where that changes nothing, which is decided here by what the tokenizer is
-//! made of; whatever is not known to be safe is never cut.
+//! The ids of a document are those of one call of its tokenizer on the whole text. A long document
+//! is tokenized in parts where that changes nothing. The components of the tokenizer decide where;
+//! a place that is not known to be safe is never cut.
 
 use std::collections::HashSet;
 
@@ -13,17 +13,17 @@ use tokenizers::{ModelWrapper, Tokenizer};
 use super::added_tokens::{Texts, added_tokens};
 use super::pretokenizer_cache::GPT2;
 
-/// White space that is looked through around a cut, in bytes; where there is more, nothing is cut.
+/// Longest white space examined around a cut, in bytes; longer white space prevents the cut.
 const LONGEST_RUN: usize = 256;
-/// Bytes behind a cut, beside the longest added token, that are looked at.
+/// Bytes examined after a cut, besides the longest added token.
 const AHEAD: usize = 2 * LONGEST_RUN;
 
 /// Where text can be cut.
 #[derive(Clone, Debug)]
 pub struct SplitPoints {
     rule: Rule,
-    /// Tokens that are cut out first, as they stand in a text. Nothing is cut near them: they
-    /// change what is done to their neighbours.
+    /// Added tokens, which are split off first, as they appear in a text. Nothing is cut near them,
+    /// because they affect the text next to them.
     added: Texts,
 }
 
@@ -31,13 +31,13 @@ pub struct SplitPoints {
 enum Rule {
     Anywhere,
     Never,
-    /// GPT-2's expression: words take one space before them along, and no other white space.
+    /// GPT-2's expression: words include one space before them and no other white space.
     Gpt2 {
         prefix: bool,
         digits: bool,
     },
-    /// Llama 3's, Qwen's and GPT-4's: white space ends with its last line, and so do signs, that of
-    /// GPT-4o with slashes behind it.
+    /// Llama 3's, Qwen's and GPT-4's expressions: white space ends with its last line break, and
+    /// punctuation includes the line breaks after it; in GPT-4o's also slashes.
     Lines {
         slashes: bool,
     },
@@ -47,38 +47,38 @@ enum Rule {
     Characters(Characters),
 }
 
-/// A tokenizer without words, or with words that begin with a space (sentencepiece's).
+/// A tokenizer without words, or with words that start with a space (sentencepiece's).
 #[derive(Clone, Debug)]
 struct Characters {
-    /// What stands for a space.
+    /// The character for a space.
     space: char,
-    /// Words begin with it, and are encoded by themselves.
+    /// Words start with it, and are encoded separately.
     words: bool,
     pairs: Option<Pairs>,
 }
 
-/// The characters that tokens are made of.
+/// The characters in tokens.
 #[derive(Clone, Debug)]
 struct Pairs {
-    /// Those that stand next to each other in a token: no other two are ever merged.
+    /// Pairs that are adjacent in a token: no other pair is ever merged.
     adjacent: HashSet<(char, char)>,
-    /// Those that are tokens; `None`: others are tokens of bytes. Unknown ones may be dropped, or
-    /// be one token with their neighbours.
+    /// Characters that are tokens; `None`: other characters become byte tokens. Unknown characters
+    /// may be dropped, or form one token with their neighbours.
     known: Option<HashSet<char>>,
 }
 
 impl SplitPoints {
-    /// Where a token is a byte.
+    /// Anywhere, for tokens that are bytes.
     pub fn anywhere() -> Self {
         Self::without_added(Rule::Anywhere)
     }
 
-    /// Between words as GPT-2 cuts them.
+    /// Between words as GPT-2 splits them.
     pub fn between_words() -> Self {
         Self::without_added(Rule::Gpt2 { prefix: false, digits: false })
     }
 
-    /// Behind white space, which is dropped.
+    /// After white space, which is dropped.
     pub(super) fn behind_spaces() -> Self {
         Self::without_added(Rule::Space)
     }
@@ -87,7 +87,7 @@ impl SplitPoints {
         Self { rule, added: Texts::default() }
     }
 
-    /// Those of a tokenizer.
+    /// The split points of a tokenizer.
     pub(super) fn of(tokenizer: &Tokenizer) -> Self {
         let found = Rule::of(tokenizer).zip(texts_of_added(tokenizer));
         found.map_or_else(|| Self::without_added(Rule::Never), |(rule, added)| Self { rule, added })
@@ -98,18 +98,18 @@ impl SplitPoints {
         matches!(self.rule, Rule::Never)
     }
 
-    /// The first tokens of a part depend on there being text before it.
+    /// Whether the first tokens of a part depend on text before it.
     pub(super) fn overlap(&self) -> bool {
         matches!(self.rule, Rule::Characters(_) | Rule::Gpt2 { prefix: true, .. })
     }
 
-    /// Bytes behind a cut that are looked at.
+    /// Bytes examined after a cut.
     pub(super) fn ahead(&self) -> usize {
         if matches!(self.rule, Rule::Anywhere) { 1 } else { AHEAD + self.added.longest() }
     }
 
-    /// Whether `text`, which begins where a document does or was cut, can be cut at byte `at`;
-    /// `whole`: it ends where the document does.
+    /// Whether `text`, which starts at the start of a document or at a cut, can be cut at byte
+    /// `at`; `whole`: it ends with the document.
     pub fn allow(&self, text: &str, at: usize, whole: bool) -> bool {
         let (before, behind) = text.split_at(at);
         let (Some(a), Some(b)) = (before.chars().next_back(), behind.chars().next()) else {
@@ -150,19 +150,19 @@ impl SplitPoints {
     }
 }
 
-/// The white space that a text begins with; `None` where it may go on behind what is there, or is
-/// too long to be looked at.
+/// The white space at the start of a text; `None` if it may continue after the available text, or
+/// is too long to examine.
 fn spaces(text: &str) -> Option<&str> {
     let mut characters = text.char_indices().take_while(|(at, _)| *at <= LONGEST_RUN);
     let end = characters.find(|(_, c)| !c.is_whitespace());
     end.map(|(at, _)| &text[..at])
 }
 
-/// Words are ` ?letters`, ` ?digits`, ` ?signs` and `\s+(?!\S)|\s+`: white space but for its last
-/// character, which a word takes along if it is a space, and which is a word of its own if not. So
-/// they end before white space, before the last of several characters of it, and behind a single
-/// one that is no space. Where digits are cut out first, what is before them is seen as the end of
-/// a text.
+/// Words are ` ?letters`, ` ?digits`, ` ?signs` and `\s+(?!\S)|\s+`: white space without its last
+/// character. A word includes that last character if it is a space; otherwise the character is a
+/// separate word. So words end before white space, before the last of several white-space
+/// characters, and after a single one that is not a space. If digits are split off first, the text
+/// before them counts as the end of a text.
 fn between_words(
     before: &str,
     (a, b): (char, char),
@@ -180,14 +180,14 @@ fn between_words(
             .next()
             .is_some_and(|c| !(c.is_whitespace() || digits && c.is_numeric()));
     }
-    // A space that is put before a part would make them two.
+    // A space that is added before a part would make it two.
     let is_single = before.chars().nth_back(1).is_none_or(|c| !c.is_whitespace());
     !prefix && a != ' ' && is_single
 }
 
-/// `\s*[\r\n]+` takes white space up to its last end of a line, before white space without one is
-/// looked at; nothing else has the end of a line in it, but for signs, which take those along that
-/// follow them. White space of other kinds goes with what is behind it.
+/// `\s*[\r\n]+` matches white space up to its last line break, before white space without one is
+/// tried. Nothing else contains a line break, except signs, which include line breaks that follow
+/// them. Other white space belongs to the text after it.
 fn between_lines((a, b): (char, char), behind: &str, slashes: bool) -> bool {
     let is_end = |c: char| matches!(c, '\n' | '\r');
     if a == '\n' {
@@ -210,12 +210,12 @@ impl Characters {
 }
 
 impl Pairs {
-    /// Those of a BPE model. `None` where tokens are made in other ways than by merging what stands
-    /// next to each other in a text.
+    /// The pairs of a BPE model. `None` if tokens form in other ways than by merging adjacent parts
+    /// of a text.
     fn of(model: &ModelWrapper) -> Option<Self> {
         let ModelWrapper::BPE(bpe) = model else { return None };
         let is_empty = |affix: &Option<String>| affix.as_ref().is_none_or(String::is_empty);
-        // A whole text that is a token would be one without being merged.
+        // A whole text that is a token would become one without merges.
         if bpe.ignore_merges
             || !is_empty(&bpe.continuing_subword_prefix)
             || !is_empty(&bpe.end_of_word_suffix)
@@ -240,7 +240,7 @@ impl Pairs {
             {
                 known.insert(last);
             }
-            // One that a byte, or what is unknown, would be merged into.
+            // A token that a byte or an unknown token would be merged into.
             if names.find(token).any(|(found, _)| found.len() < token.len()) {
                 return None;
             }
@@ -254,7 +254,7 @@ impl Pairs {
 }
 
 impl Rule {
-    /// `None`: not known.
+    /// `None`: unknown.
     fn of(tokenizer: &Tokenizer) -> Option<Self> {
         let model = tokenizer.get_model();
         if matches!(model, ModelWrapper::BPE(bpe) if bpe.dropout.is_some()) {
@@ -266,8 +266,7 @@ impl Rule {
         let kinds: Vec<&str> = pre_tokenizers.iter().map(kind).collect();
         let is = |step: usize, key: &str| pre_tokenizers[step][key] == true;
         match kinds.as_slice() {
-            // NFC makes no white space of other characters, nor others of it, and joins nothing to
-            // it.
+            // NFC neither creates nor changes white space, and joins nothing to it.
             ["ByteLevel"] if is(0, "use_regex") && only(&["NFC"]) => {
                 Some(Self::Gpt2 { prefix: is(0, "add_prefix_space"), digits: false })
             }
@@ -347,7 +346,7 @@ impl Rule {
     }
 }
 
-/// What a normalizer, a pre-tokenizer or a post-processor does, one thing after another.
+/// The steps of a normalizer, a pre-tokenizer or a post-processor, in order.
 pub(super) fn steps(of: Option<&impl serde::Serialize>) -> Option<Vec<Value>> {
     fn flatten(value: Value, steps: &mut Vec<Value>) {
         let lists = ["normalizers", "pretokenizers", "processors"]
@@ -373,8 +372,8 @@ fn one_character(text: &str) -> Option<char> {
     characters.next().filter(|_| characters.as_str().is_empty())
 }
 
-/// What stands for a space behind normalizers that do nothing but to put one before a text and to
-/// replace all of them.
+/// The character for a space after normalizers that only add one before a text and replace all
+/// spaces.
 fn space_of(normalizers: &[Value]) -> Option<char> {
     let replaces = match normalizers {
         [] => return Some(' '),
@@ -386,7 +385,7 @@ fn space_of(normalizers: &[Value]) -> Option<char> {
     replaces["content"].as_str().filter(|_| is_plain).and_then(one_character)
 }
 
-/// The added tokens as they stand in a text; `None` where a text may hold them in other forms.
+/// The added tokens as they appear in a text; `None` if a text may contain them in other forms.
 fn texts_of_added(tokenizer: &Tokenizer) -> Option<Texts> {
     let normalizers = steps(tokenizer.get_normalizer())?;
     let kinds: Vec<&str> = normalizers.iter().map(kind).collect();
@@ -395,7 +394,7 @@ fn texts_of_added(tokenizer: &Tokenizer) -> Option<Texts> {
         let text = match kinds.as_slice() {
             _ if !token.normalized => content,
             [] => content,
-            // Characters that NFC makes of others: a Kelvin sign is a K.
+            // Characters that NFC produces from others: a Kelvin sign becomes K.
             ["NFC"] if content.is_ascii() && !content.contains(['K', ';', '`']) => content,
             ["Replace"] | ["Prepend", "Replace"] => {
                 let space = space_of(&normalizers)?;

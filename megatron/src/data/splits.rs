@@ -1,4 +1,4 @@
-//! From indexed datasets to the samples of train, valid and test, in the order that was asked for.
+//! Turns indexed datasets into the samples of train, valid and test, in the requested order.
 //!
 //! Source of sizes: Megatron-LM `core/datasets/blended_megatron_dataset_builder.py` (0.16.1).
 
@@ -16,19 +16,20 @@ use super::split::{Split, split_sequences};
 use crate::config::{DataConfig, DataloaderType, RunConfig};
 use crate::{Error, Result};
 
-/// Samples that a run reads of each split. Orders of Megatron's and blends are drawn for so many.
+/// Samples that a run reads from each split. Megatron's orders and blends are drawn for these
+/// numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SampleCounts {
     /// Over all steps of the run.
     pub train: u64,
     /// Over all evaluations of the run.
     pub valid: u64,
-    /// Of the one evaluation at its end.
+    /// Of the evaluation at the end.
     pub test: u64,
 }
 
 impl SampleCounts {
-    /// Those that Megatron asks for: every step, every evaluation on the validation data, one on
+    /// The numbers that Megatron uses: all steps, all evaluations on the validation data, one on
     /// the test data.
     pub fn of(run: &RunConfig) -> Self {
         let samples = |steps: u64| steps.saturating_mul(run.training.global_batch_size as u64);
@@ -43,15 +44,15 @@ impl SampleCounts {
     }
 }
 
-/// Megatron makes each dataset of a blend this much larger than its share.
+/// Megatron makes each dataset of a blend larger than its share by this fraction.
 const SURPLUS: f64 = 0.005;
 
 type Source = Arc<dyn SampleSource>;
 
-/// All that the samples of a split depend on besides the split.
+/// Everything that the samples of a split depend on besides the split.
 pub(super) struct Opener<'a> {
     pub datasets: &'a [Arc<IndexedDataset>],
-    /// What messages call each of them.
+    /// The name of each dataset in messages.
     pub names: &'a [PathBuf],
     pub weights: Option<&'a [f64]>,
     pub order: DataloaderType,
@@ -61,7 +62,7 @@ pub(super) struct Opener<'a> {
     pub cache_dir: &'a Path,
 }
 
-/// A split's name and its sequences among those of a cut dataset.
+/// A split's name, and its sequences of a divided dataset.
 pub(super) type Part = (&'static str, fn(Split) -> Range<u64>);
 pub(super) const TRAIN: Part = ("train", |split| split.train);
 pub(super) const VALID: Part = ("valid", |split| split.valid);
@@ -87,11 +88,11 @@ impl<'a> Opener<'a> {
         }
     }
 
-    /// The samples of a split of which `requested` will be read.
+    /// The samples of a split; `requested` of them will be read.
     ///
     /// # Errors
-    /// `Error::Data` where one of the datasets is too short for a sample, `Error::Config` where an
-    /// order cannot be drawn.
+    /// `Error::Data` if one of the datasets is too short for a sample, `Error::Config` if an order
+    /// cannot be drawn.
     pub fn source(&self, part: Part, requested: u64) -> Result<Source> {
         self.cut(part, requested).map_err(|error| match (error, self.too_short(part)) {
             (Error::Data { message, .. }, Ok(Some(name))) => {
@@ -107,7 +108,7 @@ impl<'a> Opener<'a> {
     }
 
     fn cut(&self, part: Part, requested: u64) -> Result<Source> {
-        // Orders are drawn for one sample at least, so that a split that is not read yet can be
+        // Orders are drawn for at least one sample, so that a split that is not read yet can be
         // described.
         let requested = requested.max(1);
         let source = match (self.order, self.weights) {
@@ -166,8 +167,8 @@ impl<'a> Opener<'a> {
         })
     }
 
-    /// As [`Self::source`], but `Err` of the first dataset that is too short where one is, for
-    /// splits that a run can do without.
+    /// As [`Self::source`], but returns `Err` with the first dataset that is too short, for splits
+    /// that a run does not need.
     pub fn held_out(
         &self,
         part: Part,
@@ -205,8 +206,8 @@ impl<'a> Opener<'a> {
         self.names.get(index).map_or_else(|| self.datasets[index].path(), PathBuf::as_path)
     }
 
-    /// What the split deals and how it fell, to tell why a part has little: the end of a sentence
-    /// on the split.
+    /// How the split divided the data, to explain why a part has little: the end of a sentence
+    /// about the split.
     pub fn dealt(&self) -> String {
         let of = |number: fn(&IndexedDataset) -> u64| {
             self.datasets.iter().map(|dataset| number(dataset)).sum()
@@ -224,19 +225,19 @@ impl<'a> Opener<'a> {
         let counts = [TRAIN, VALID, TEST].map(|part| (part.0, count(part)));
         match counts.iter().find(|(_, count)| *count == all) {
             Some((part, _)) if all == 1 => {
-                format!("deals whole {what}, and there is 1: all of it goes to {part}")
+                format!("does not cut {what}, and there is only 1: all of it goes to {part}")
             }
             Some((part, _)) => {
-                format!("deals whole {what}, and there are {all}: all of them go to {part}")
+                format!("does not cut {what}: all {all} of them go to {part}")
             }
             None => {
                 let [train, valid, test] = counts.map(|(part, count)| format!("{count} to {part}"));
-                format!("deals whole {what}, and there are {all}: {train}, {valid}, {test}")
+                format!("does not cut {what}: of {all}, {train}, {valid}, {test}")
             }
         }
     }
 
-    /// Whether the datasets are cut as one.
+    /// Whether the datasets are divided as one.
     fn concatenates(&self) -> bool {
         self.weights.is_none() && !self.is_megatrons()
     }
@@ -257,7 +258,8 @@ impl<'a> Opener<'a> {
         })
     }
 
-    /// Blends what `open` makes of each dataset and the number of its samples to prepare.
+    /// Blends the results of `open`, which is called with each dataset and the number of its
+    /// samples to prepare.
     fn blended(
         &self,
         weights: &[f64],

@@ -1,9 +1,9 @@
-//! Text on disk: which files are documents, and their paragraphs.
+//! Text on disk: the files that are documents, and their paragraphs.
 //!
-//! A file is a document and its paragraphs are, as nearly as its tokens can be cut there, the
-//! sequences of the dataset made of it, so that splits, which count sequences as Megatron's do, are
-//! finer than files. A paragraph ends after the blank lines that follow it; paragraphs laid end to
-//! end are the file.
+//! A file is a document. Its paragraphs become the sequences of the dataset, as closely as its
+//! tokens can be split there, so that splits, which count sequences as Megatron's do, are finer
+//! than files. A paragraph ends after the blank lines that follow it; the concatenated paragraphs
+//! are the file.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,9 +16,9 @@ use super::parts::{Part, Parts};
 use super::split_points::SplitPoints;
 use crate::{Error, Result};
 
-/// Extensions that are taken for text within folders: prose, then code, then settings. A file named
-/// by itself may have any but those of records (JSON lines). JSON, CSV and logs are left out
-/// because they are mostly data, and what a run writes must not become what it reads.
+/// Extensions that count as text within folders: prose, then code, then settings. A file that is
+/// named directly may have any extension except those of records (JSON lines). JSON, CSV and logs
+/// are left out because they are mostly data, and a run must not read what it writes.
 pub const TEXT_EXTENSIONS: &[&str] = &[
     "txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", //
     "rs", "py", "c", "h", "cc", "cpp", "hpp", "cu", "cuh", "go", "java", "kt", "swift", "js",
@@ -26,24 +26,24 @@ pub const TEXT_EXTENSIONS: &[&str] = &[
     "toml", "yaml", "yml",
 ];
 
-/// Extensions of files that hold text as records, a line of JSON each.
+/// Extensions of files that hold text as records, one JSON object per line.
 const NO_TEXT_EXTENSIONS: &[&str] = &["jsonl", "ndjson"];
 
-/// Folders below a given one that are skipped wherever they lie.
+/// Subfolders that are always skipped.
 const SKIPPED_FOLDERS: &[&str] = &["target", "node_modules", "__pycache__"];
 /// A folder with this file holds checkpoints, not text.
 const CHECKPOINT_MARK: &str = "latest_checkpointed_iteration.txt";
-/// Bytes after which a paragraph ends at the next end of a line, so that text without blank lines
-/// can be split too.
+/// Bytes after which a paragraph ends at the next line break, so that text without blank lines can
+/// be split too.
 const LONGEST_PARAGRAPH: usize = 1 << 16;
-/// Bytes of one line after which a paragraph ends between two words, so that a text without lines
-/// is not read whole.
+/// Bytes of one line after which a paragraph ends between two words, so that text without line
+/// breaks is not read as a whole.
 const LONGEST_LINE: u64 = 1 << 20;
 
-/// The documents of a run and the key of their content.
+/// The documents of a run, and a key of their content.
 #[derive(Clone, Debug)]
 pub struct Corpus {
-    /// What errors name: the first path given.
+    /// The path that errors name: the first one given.
     path: PathBuf,
     files: Vec<PathBuf>,
     num_bytes: u64,
@@ -51,16 +51,16 @@ pub struct Corpus {
 }
 
 impl Corpus {
-    /// Finds the text under `paths` (files, or folders read recursively in the order of their
-    /// names) and reads it once.
+    /// Finds the text under `paths` (files, or folders, read recursively in the order of names) and
+    /// reads it once.
     ///
     /// Skipped within folders: hidden files and folders, `target`, `node_modules`, `__pycache__`,
     /// checkpoints, the folder `except` (the cache), other extensions than [`TEXT_EXTENSIONS`], and
     /// files that are empty, hold NUL or are not UTF-8.
     ///
     /// # Errors
-    /// `Error::Data` where a path is missing, a file named by itself is empty or no text, or a
-    /// folder holds no text.
+    /// `Error::Data` if a path is missing, a directly named file is empty or not text, or a folder
+    /// holds no text.
     pub fn scan(paths: &[PathBuf], except: &Path) -> Result<Self> {
         let except = fs::canonicalize(except).ok();
         let path = paths.first().cloned().unwrap_or_default();
@@ -80,8 +80,9 @@ impl Corpus {
                 if NO_TEXT_EXTENSIONS.contains(&extension.to_lowercase().as_str()) {
                     return Err(Error::data(
                         path,
-                        "holds records, not text: a run would train on their syntax; make a dataset of one of their keys \
-                         by `megatron preprocess`, and give its prefix",
+                        "holds records, not text: a run would train on their syntax; convert one \
+                         of their keys to a dataset with `megatron preprocess`, and give its \
+                         prefix",
                     ));
                 }
                 match read_text(path, &mut hasher)? {
@@ -92,7 +93,7 @@ impl Corpus {
                     Content::Binary(why) => {
                         return Err(Error::data(
                             path,
-                            format!("is no text: {why}; give UTF-8 text"),
+                            format!("is not text: {why}; give UTF-8 text"),
                         ));
                     }
                 }
@@ -111,7 +112,7 @@ impl Corpus {
                 return Err(Error::data(
                     path,
                     format!(
-                        "holds no text; files with these endings are read: {}; hidden and binary ones are not",
+                        "holds no text; files with these endings are read: {}; hidden and binary files are not",
                         TEXT_EXTENSIONS.join(" ")
                     ),
                 ));
@@ -136,13 +137,13 @@ impl Corpus {
         self.num_bytes
     }
 
-    /// A hash of all content, and of nothing else.
+    /// A hash of the content only.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// Every part of every document, in order; an error at the end if the text is no longer what
-    /// was scanned.
+    /// Every part of every document, in order; an error at the end if the text changed since the
+    /// scan.
     pub fn parts(&self, split_points: Arc<SplitPoints>) -> CorpusParts<'_> {
         CorpusParts {
             corpus: self,
@@ -208,19 +209,19 @@ impl Iterator for CorpusParts<'_> {
 /// A part of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paragraph {
-    /// Blank lines behind it included: laid end to end, the texts are the document.
+    /// Includes the blank lines after it: the concatenated texts are the document.
     pub text: String,
     /// The document ends here.
     pub last: bool,
 }
 
-/// The paragraphs of one document, read as they are asked for.
+/// The paragraphs of one document, read on demand.
 pub struct Paragraphs {
     path: PathBuf,
     reader: Box<dyn BufRead + Send>,
     /// First line of the next paragraph.
     ahead: Vec<u8>,
-    /// The error of bytes that are not UTF-8.
+    /// The error for bytes that are not UTF-8.
     no_text: fn(&Path) -> Error,
 }
 
@@ -236,10 +237,9 @@ impl Paragraphs {
         })
     }
 
-    /// The paragraphs of what `reader` gives; `path` is what errors name.
+    /// The paragraphs of the text from `reader`; errors name `path`.
     pub fn new(path: &Path, reader: Box<dyn BufRead + Send>) -> Self {
-        let no_text =
-            |path: &Path| Error::data(path, "is no text: it is not UTF-8; convert it to UTF-8");
+        let no_text = |path: &Path| Error::data(path, "is not UTF-8 text; convert it to UTF-8");
         Self { path: path.to_path_buf(), reader, ahead: Vec::new(), no_text }
     }
 
@@ -273,17 +273,17 @@ impl Paragraphs {
         if bytes.is_empty() {
             return Ok(None);
         }
-        // Lines and words end at a byte that is part of no other character, so cutting there keeps
-        // UTF-8 whole.
+        // Lines and words end at a byte that is not part of another character, so cutting there
+        // keeps UTF-8 valid.
         let text = String::from_utf8(bytes).map_err(|_| (self.no_text)(&self.path))?;
         Ok(Some(Paragraph { text, last: self.ahead.is_empty() }))
     }
 }
 
-/// Where to cut a long line that begins at `start`: after its last white space, else before its
+/// Where to cut a long line that starts at `start`: after its last white space, else before its
 /// last character.
 fn between_words(bytes: &[u8], start: usize) -> usize {
-    // Something must be left for the next paragraph, or this one would seem to be the last.
+    // Something must be left for the next paragraph, or this one would look like the last.
     let line = &bytes[start..bytes.len() - 1];
     let after_space = line.iter().rposition(u8::is_ascii_whitespace).map(|at| start + at + 1);
     let is_first_byte = |byte: &u8| byte & 0xc0 != 0x80;
@@ -293,7 +293,7 @@ fn between_words(bytes: &[u8], start: usize) -> usize {
         .unwrap_or(bytes.len() - 1)
 }
 
-/// The error of text that is not what it was when it was scanned.
+/// The error for text that changed since the scan.
 fn changed(path: &Path) -> Error {
     Error::data(
         path,
@@ -304,7 +304,7 @@ fn changed(path: &Path) -> Error {
 /// Collects the files of folders.
 struct Walk<'a> {
     except: Option<&'a Path>,
-    /// Real paths of folders, so that each is read once and loops of links end.
+    /// Real paths of visited folders, so that each is read once and link loops end.
     visited: BTreeSet<PathBuf>,
     files: Vec<PathBuf>,
 }
@@ -325,7 +325,7 @@ impl Walk<'_> {
         for entry in entries {
             let (name, path) = (entry.file_name(), entry.path());
             let name = name.to_string_lossy();
-            // A link to nowhere is no text.
+            // A dangling link is not text.
             let Ok(meta) = fs::metadata(&path) else { continue };
             if name.starts_with('.') {
                 continue;
@@ -357,7 +357,7 @@ fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
     let mut file = crate::files::open(path).map_err(|error| Error::io("open", path, error))?;
     let mut hasher = key.clone();
     let mut buffer = vec![0u8; 1 << 18];
-    // Bytes at the front of the buffer that begin a character cut by the end of the last read.
+    // Bytes at the start of the buffer that belong to a character cut by the end of the last read.
     let mut kept = 0;
     let mut length = 0u64;
     loop {
@@ -399,7 +399,7 @@ fn read_text(path: &Path, key: &mut KeyHasher) -> Result<Content> {
     Ok(Content::Text(length))
 }
 
-/// Ends the content of a file in a key, so that the files "ab", "c" and "a", "bc" differ.
+/// Marks the end of a file in a key, so that the files "ab", "c" and "a", "bc" differ.
 fn end_file(hasher: &mut KeyHasher, length: u64) {
     hasher.update(&length.to_le_bytes());
 }

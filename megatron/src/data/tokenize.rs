@@ -1,7 +1,7 @@
-//! Text into a cached indexed dataset.
+//! Tokenizes text into a cached indexed dataset.
 //!
-//! The cache is keyed by the content of the text and by the tokenizer, so it cannot be stale; it is
-//! built by one process, for which others wait.
+//! The cache key covers the content of the text and the tokenizer, so the cache cannot be stale.
+//! One process builds it while others wait.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,15 +16,15 @@ use super::text::Corpus;
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
 
-/// Bytes of text tokenized at a time.
+/// Bytes of text to tokenize at a time.
 const BATCH: usize = 1 << 22;
-/// How text becomes sequences; what was made of it otherwise is made anew. 2: the ids are those of
-/// whole documents.
+/// Version of the conversion of text to sequences; caches of other versions are rebuilt. 2: the ids
+/// are those of whole documents.
 const VERSION: &str = "2";
 
-/// The tokens of a corpus: a document per file, a sequence per paragraph as nearly as tokens can be
-/// cut there, and the tokenizer's end of a document, if it has one, at the end of each last
-/// sequence.
+/// The tokens of a corpus: a document per file, a sequence per paragraph as closely as tokens can
+/// be split there, and the tokenizer's end-of-document token, if it has one, at the end of each
+/// document.
 pub fn tokenized(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -35,7 +35,7 @@ pub fn tokenized(
     let prefix = cache_dir.join(format!("text-{}", key.finish()));
     let open = || match IndexedDataset::open(&prefix) {
         Ok(dataset) => Ok(Some(dataset)),
-        // Missing or damaged: built anew.
+        // Missing or damaged: build it again.
         Err(Error::Data { .. }) => Ok(None),
         Err(error) => Err(error),
     };
@@ -73,7 +73,7 @@ fn add(writer: &mut IndexedWriter, tokenizer: &Tokenizer, batch: &[Part]) -> Res
         {
             last.extend(eod);
         }
-        // Of white space that a tokenizer drops nothing is left.
+        // White space that a tokenizer drops leaves an empty sequence.
         for tokens in sequences.iter().filter(|tokens| !tokens.is_empty()) {
             writer.add_sequence(tokens)?;
         }

@@ -1,8 +1,8 @@
 //! Tokenizers: bytes, a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus at
-//! first start.
+//! the first start.
 //!
-//! Byte-level BPE after Radford et al. 2019 (GPT-2); training and `tokenizer.json` are the
-//! `tokenizers` crate's.
+//! Byte-level BPE as in Radford et al. 2019 (GPT-2); the `tokenizers` crate implements training and
+//! `tokenizer.json`.
 
 mod encoding;
 
@@ -23,61 +23,62 @@ use crate::config::TokenizerOptions;
 use crate::files::could_be_of_the_hub;
 use crate::{Error, Result};
 
-/// Token that ends a document in vocabularies trained here.
+/// End-of-document token in vocabularies trained here.
 pub(super) const END_OF_TEXT: &str = "<|endoftext|>";
-/// Tokens that end a document in well-known vocabularies; the first one present is taken where
-/// nothing says which.
+/// End-of-document tokens of well-known vocabularies; the first existing one is used if no file
+/// names one.
 const WELL_KNOWN_ENDS: [&str; 5] = [END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>"];
 /// The byte tokenizer's end of a document; its vocabulary is one larger.
 const BYTE_END: u32 = 256;
 /// The bytes and the end of a document.
 const SMALLEST_VOCABULARY: usize = BYTE_END as usize + 1;
-/// Stands for a text where it is asked what is put around one; no vocabulary has so many tokens.
+/// Placeholder for a text, to find the tokens put around it; no vocabulary has so many tokens.
 const A_TEXT: u32 = u32::MAX;
-/// How text is cut for vocabularies that are trained; those of before are trained anew.
+/// Version of how text is split for training a vocabulary; vocabularies of other versions are
+/// trained again.
 const VERSION: &str = "2";
 
-/// Text to token ids and back, as transformers' `tokenizer(text)` does: what puts tokens around a
-/// text by itself does so around a document, and special tokens spelled out in a text are those
-/// tokens, unless [`TokenizerOptions`] say otherwise.
+/// Converts text to token ids and back, like transformers' `tokenizer(text)`. A tokenizer that adds
+/// tokens around a text adds them around a document, and special tokens that are spelled out in a
+/// text become those tokens, unless [`TokenizerOptions`] turn this off.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     kind: Kind,
     vocab_size: usize,
     eod: Option<u32>,
-    /// Tokens before and behind a document.
+    /// Tokens before and after a document.
     around: [Vec<u32>; 2],
     name: String,
     key: String,
-    /// What a user may not expect of it.
+    /// Notes on unexpected properties.
     notes: Vec<String>,
 }
 
 #[derive(Clone, Debug)]
 enum Kind {
     Byte,
-    /// Texts are numbers, which are the tokens.
+    /// Texts are numbers, and these are the tokens.
     Numbers,
     HuggingFace {
         inner: Arc<tokenizers::Tokenizer>,
         words: Option<Arc<PretokenizerCache>>,
         json: Arc<[u8]>,
-        /// What the files beside it called the end of a document.
+        /// The end-of-document token named by the files beside it.
         declared: Option<String>,
-        /// Whether they take text literally.
+        /// Whether those files take text literally.
         declared_literal: bool,
-        /// How this one takes text.
+        /// How this tokenizer treats text.
         options: TokenizerOptions,
     },
 }
 
-/// A tokenizer's file beside checkpoints, as Hugging Face names it.
+/// File name of a tokenizer beside checkpoints, as in Hugging Face.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// The largest id of a token that is read; more than any vocabulary needs.
+/// The largest supported token id; more than any vocabulary needs.
 const MAX_ID: u64 = i32::MAX as u64;
 
-/// The ids that a tokenizer.json gives to its tokens.
+/// The token ids in a tokenizer.json.
 fn ids(json: &serde_json::Value) -> impl Iterator<Item = u64> {
     let vocabulary = json["model"]["vocab"].as_object();
     let added = json["added_tokens"].as_array();
@@ -89,7 +90,7 @@ fn ids(json: &serde_json::Value) -> impl Iterator<Item = u64> {
 }
 
 impl Tokenizer {
-    /// As [`open_with`](Self::open_with) the options that the tokenizer has by itself.
+    /// As [`open_with`](Self::open_with), with the tokenizer's own options.
     ///
     /// # Errors
     /// Those of `open_with`.
@@ -97,16 +98,16 @@ impl Tokenizer {
         Self::open_with(spec, &TokenizerOptions::default(), corpus, cache_dir)
     }
 
-    /// Opens what `--tokenizer` names: `byte`, `train:VOCAB`, `null:VOCAB`, the path of a
-    /// `tokenizer.json` or of its folder, or that of GPT-2's `vocab.json` where the options name
+    /// Opens the value of `--tokenizer`: `byte`, `train:VOCAB`, `null:VOCAB`, the path of a
+    /// `tokenizer.json` or of its folder, or the path of GPT-2's `vocab.json` if the options name
     /// its merges.
     ///
-    /// A trained vocabulary is cached in `cache_dir` under the content of `corpus`; it is built by
-    /// one process, for which others wait.
+    /// A trained vocabulary is cached in `cache_dir` under the content of `corpus`; one process
+    /// builds it while others wait.
     ///
     /// # Errors
-    /// `Error::Config` where the name makes no sense or `train:` is asked for without text,
-    /// `Error::Data` where a file is unusable.
+    /// `Error::Config` if the name is invalid or `train:` is used without text, `Error::Data` if a
+    /// file is unusable.
     pub fn open_with(
         spec: &str,
         options: &TokenizerOptions,
@@ -137,12 +138,12 @@ impl Tokenizer {
         Self::plain(Kind::Byte, BYTE_END, "byte")
     }
 
-    /// Megatron-LM's `NullTokenizer`: texts are numbers below the vocabulary's, which ends a
-    /// document.
+    /// Megatron-LM's `NullTokenizer`: texts are numbers below the vocabulary size; that number
+    /// itself ends a document.
     fn numbers(spec: &str, vocab_size: &str) -> Result<Self> {
         let size = vocab_size.parse().ok().filter(|size| (1..1 << 31).contains(size)).ok_or_else(|| {
             Error::config(format!(
-                "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give null:VOCAB, such as null:32000"
+                "tokenizer \"{spec}\": \"{vocab_size}\" is not a vocabulary size; give null:VOCAB, such as null:32000"
             ))
         })?;
         Ok(Self::plain(Kind::Numbers, size, spec))
@@ -170,7 +171,7 @@ impl Tokenizer {
     ) -> Result<Self> {
         let size: usize = vocab_size.parse().map_err(|_| {
             Error::config(format!(
-                "tokenizer \"{spec}\": \"{vocab_size}\" is no vocabulary size; give train:VOCAB, such as train:4096"
+                "tokenizer \"{spec}\": \"{vocab_size}\" is not a vocabulary size; give train:VOCAB, such as train:4096"
             ))
         })?;
         if size < SMALLEST_VOCABULARY {
@@ -189,7 +190,7 @@ impl Tokenizer {
         key.field(VERSION.as_bytes()).field(corpus.key().as_bytes());
         let path = cache_dir.join(format!("tokenizer-{size}-{}.json", key.finish()));
         let open = || match path.exists() {
-            // A damaged file is trained anew.
+            // A damaged vocabulary is trained again.
             true => Ok(Self::hugging_face(&path, options)
                 .ok()
                 .filter(|tokenizer| tokenizer.vocab_size <= size)),
@@ -209,8 +210,8 @@ impl Tokenizer {
     /// to `path` as a `tokenizer.json`.
     ///
     /// # Errors
-    /// `Error::Config` where the vocabulary is too small, those of `texts`, or if the file cannot
-    /// be written.
+    /// `Error::Config` if the vocabulary is too small, those of `texts`, or if the file cannot be
+    /// written.
     pub fn train_on(
         texts: impl Iterator<Item = Result<String>> + Send,
         vocab_size: usize,
@@ -257,22 +258,23 @@ impl Tokenizer {
             Error::data(
                 path,
                 format!(
-                    "is no usable tokenizer.json: {error}; copy it again, or give another tokenizer"
+                    "is not a usable tokenizer.json: {error}; copy it again, or give another tokenizer"
                 ),
             )
         };
-        // The library panics on some texts that are no JSON at all, so that is ruled out first.
+        // The library panics on some inputs that are not JSON, so check that first.
         let json = serde_json::from_slice::<serde_json::Value>(&bytes)
             .map_err(|error| unusable(&error))?;
-        // It also counts on from the largest id.
+        // It also continues counting from the largest id.
         if let Some(id) = ids(&json).find(|&id| id > MAX_ID) {
             return Err(unusable(&format!(
-                "it has the token id {id}, and the largest is {MAX_ID}"
+                "it has the token id {id}, but the largest supported is {MAX_ID}"
             )));
         }
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&bytes).map_err(|error| unusable(&error))?;
-        // What a model's authors cut and pad for inference is not for training texts.
+        // Truncation and padding set by a model's authors are for inference, not for training
+        // texts.
         inner.with_truncation(None).map_err(|error| unusable(&error))?;
         inner.with_padding(None);
         let given = beside.complete(&mut inner)?;
@@ -319,8 +321,7 @@ impl Tokenizer {
         self.eod
     }
 
-    /// Why a setting that needs [`eod`](Self::eod) cannot be used where there is none, and what to
-    /// do.
+    /// Why a setting that needs [`eod`](Self::eod) cannot be used without one, and what to do.
     pub fn lacks_eod(&self) -> String {
         let declared = match &self.kind {
             Kind::HuggingFace { declared, .. } => declared.as_deref(),
@@ -329,34 +330,34 @@ impl Tokenizer {
         let name = &self.name;
         match declared {
             Some(token) => format!(
-                "the vocabulary of {name} has no {token:?}, which is named beside it as eos_token, the token that ends \
-                 documents; take a tokenizer.json that has it, such as transformers' save_pretrained writes, or name another"
+                "the vocabulary of {name} has no {token:?}, but the file beside it names this \
+                 token as eos_token, the end of documents; use a tokenizer.json that has it, such \
+                 as transformers' save_pretrained writes, or name another token"
             ),
             None => format!(
-                "the tokenizer {name} has no token that ends documents; name it as eos_token in the tokenizer_config.json \
-                 beside it"
+                "the tokenizer {name} has no end-of-document token; name one as eos_token in the tokenizer_config.json beside it"
             ),
         }
     }
 
-    /// Lines on what a user may not expect of it.
+    /// Notes for the user on unexpected properties.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// What the tokenizer was opened as.
+    /// The name that the tokenizer was opened under.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// A hash of all that encoding depends on.
+    /// A hash of everything that encoding depends on.
     pub(super) fn key(&self) -> &str {
         &self.key
     }
 
-    /// Puts a copy of the tokenizer's file into `dir`, where a checkpoint's users find it, and says
-    /// there which token ends a document, so that opening the copy gives this tokenizer; bytes need
-    /// none.
+    /// Copies the tokenizer's file into `dir`, beside checkpoints, and records the end-of-document
+    /// token there, so that opening the copy gives this tokenizer. The byte tokenizer needs no
+    /// file.
     ///
     /// # Errors
     /// If a file cannot be written.
@@ -373,7 +374,8 @@ impl Tokenizer {
         if there.is_ok_and(|there| there.key == self.key) {
             return Ok(());
         }
-        // Another tokenizer's, or none. What else it says, such as how a chat is written, stays.
+        // Belongs to another tokenizer, or is missing. Other settings in it, such as the chat
+        // template, stay.
         let path = path.with_file_name(CONFIG_FILE);
         let mut config = tokenizer_config::object(&path).unwrap_or_default();
         let end = declared.clone().or_else(|| inner.id_to_token(self.eod?));
@@ -382,14 +384,14 @@ impl Tokenizer {
             true => drop(config.insert("split_special_tokens".into(), true.into())),
             false => drop(config.remove("split_special_tokens")),
         }
-        // With them, no other file beside is asked.
+        // With these, no other file beside it is read.
         config.insert(ADDED_TOKENS.into(), tokenizer_config::listed(added_tokens(inner)));
         let text = serde_json::to_vec_pretty(&config)
             .map_err(|error| Error::data(&path, error.to_string()))?;
         write_whole(&path, &text)
     }
 
-    /// Asserts that [`Tokenizer::save_into`] would replace no other tokenizer's file in `dir`.
+    /// Checks that [`Tokenizer::save_into`] would not replace another tokenizer's file in `dir`.
     ///
     /// # Errors
     /// If it would.
@@ -402,8 +404,8 @@ impl Tokenizer {
         Err(Error::data(
             path,
             format!(
-                "is another tokenizer than this run's, {mine}, whose file goes there; save elsewhere, or move it away \
-                 (checkpoints beside it are of its tokens)"
+                "differs from this run's tokenizer, {mine}, which would be written there; save \
+                 elsewhere, or move this file away (the checkpoints beside it use its tokens)"
             ),
         ))
     }
@@ -420,9 +422,9 @@ impl Tokenizer {
     }
 }
 
-/// The tokens that a tokenizer puts before and behind a text.
+/// The tokens that a tokenizer puts before and after a text.
 fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]> {
-    // The library panics on templates of tokens that they do not list, or of a second text.
+    // The library panics on templates with unlisted tokens or with a second text.
     for step in steps(tokenizer.get_post_processor()).unwrap_or_default() {
         for piece in step["single"].as_array().into_iter().flatten() {
             let token = piece["SpecialToken"]["id"].as_str();
@@ -430,7 +432,7 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
                 || piece["Sequence"]["id"] == "B"
             {
                 return Err(format!(
-                    "its post_processor has a template with {piece}, which is not there"
+                    "its post_processor has a template with {piece}, which is not defined"
                 )
                 .into());
             }
@@ -440,21 +442,22 @@ fn around(tokenizer: &tokenizers::Tokenizer) -> tokenizers::Result<[Vec<u32>; 2]
     let all = tokenizer.post_process(text, None, true)?.get_ids().to_vec();
     match all.split(|&id| id == A_TEXT).collect::<Vec<_>>().as_slice() {
         [before, behind] => Ok([before.to_vec(), behind.to_vec()]),
-        parts => {
-            Err(format!("its post_processor gives a text {} times, not once", parts.len() - 1)
-                .into())
-        }
+        parts => Err(format!(
+            "its post_processor repeats the text {} times instead of once",
+            parts.len() - 1
+        )
+        .into()),
     }
 }
 
-/// Writes a file, which appears whole or not at all.
+/// Writes a file atomically.
 fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = AtomicFile::create(path)?;
     file.write(bytes)?;
     file.commit()
 }
 
-/// The token that ends a document: the one that is `declared`, else a well-known one.
+/// The end-of-document token: the `declared` one, else a well-known one.
 fn end_of_document(vocabulary: &tokenizers::Tokenizer, declared: Option<&str>) -> Option<u32> {
     match declared {
         Some(token) => vocabulary.token_to_id(token),

@@ -1,6 +1,6 @@
-//! What lies beside a `tokenizer.json` and says more about its tokens.
+//! The files beside a `tokenizer.json` with more information about its tokens.
 //!
-//! Source of what comes before what: transformers 5, `tokenization_utils_base.py`,
+//! Source of the order of precedence: transformers 5, `tokenization_utils_base.py`,
 //! `_from_pretrained`, and `TokenizersBackend.__init__`.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,26 +11,26 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use crate::{Error, Result, files};
 
-/// What says which token ends a document.
+/// The file that names the end-of-document token.
 pub(super) const CONFIG_FILE: &str = "tokenizer_config.json";
-/// Of a vocabulary for all languages, in its longest spelling.
+/// Enough for a vocabulary of all languages in its most verbose form.
 pub(super) const MAX_FILE_BYTES: u64 = 256 << 20;
 const SPECIAL_TOKENS_FILE: &str = "special_tokens_map.json";
 const ADDED_TOKENS_FILE: &str = "added_tokens.json";
-/// Added tokens by id, within the configuration. Where they are, the other two files are not read.
+/// Added tokens by id, in the configuration. If present, the other two files are not read.
 pub(super) const ADDED_TOKENS: &str = "added_tokens_decoder";
 
-/// Tokens that have a meaning, each under its name.
+/// Tokens with a meaning, each under its name.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 /// Lists of others; the first is the older name.
 const MORE: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
-/// A setting of a class of transformers, and where `tokenizer.json` has it: the part of the
-/// pipeline, and its key there.
+/// A setting of a transformers class, and its place in `tokenizer.json`: the part of the pipeline,
+/// and its key there.
 type Twice = (&'static str, &'static str, &'static str);
 /// Source: transformers 4, `__init__` of `PreTrainedTokenizerFast` and `BertTokenizerFast`, which
-/// take the setting, as do some classes of 5.
+/// use the setting, as do some classes of version 5.
 const SAID_TWICE: [Twice; 4] = [
     ("add_prefix_space", "pre_tokenizer", "add_prefix_space"),
     ("do_lower_case", "normalizer", "lowercase"),
@@ -38,28 +38,28 @@ const SAID_TWICE: [Twice; 4] = [
     ("tokenize_chinese_chars", "normalizer", "handle_chinese_chars"),
 ];
 
-/// What the files beside a tokenizer say.
+/// The contents of the files beside a tokenizer.
 #[derive(Debug, Default)]
 pub(super) struct TokenizerConfig {
-    /// What ends a document.
+    /// The end-of-document token.
     pub eos: Option<String>,
-    /// Special tokens spelled out in a text are text.
+    /// Special tokens that are spelled out in a text count as ordinary text.
     pub literal: bool,
-    /// What it says of texts that `tokenizer.json` says, too.
+    /// Settings for texts that `tokenizer.json` also has.
     said_twice: Vec<(&'static Twice, bool)>,
-    /// Tokens of texts, in the order of the ids they are said to have.
+    /// Added tokens by their recorded id.
     added: BTreeMap<u64, AddedToken>,
-    /// Where those are written.
+    /// The file that records them.
     source: PathBuf,
-    /// Tokens that have a meaning, or are special for another reason.
+    /// Tokens with a meaning, or special for another reason.
     special: Vec<AddedToken>,
 }
 
 impl TokenizerConfig {
-    /// Reads the files beside `tokenizer`; there may be none.
+    /// Reads the files beside `tokenizer`, if there are any.
     ///
     /// # Errors
-    /// `Error::Data` where one of them is unusable.
+    /// `Error::Data` if one of them is unusable.
     pub fn read(tokenizer: &Path) -> Result<Self> {
         let file = |name: &str| tokenizer.with_file_name(name);
         let mut config = object(&file(CONFIG_FILE))?;
@@ -87,7 +87,7 @@ impl TokenizerConfig {
         let unusable = |path: &Path, what: &str| {
             Error::data(
                 path,
-                format!("{what} is no token with its id; copy the file again, or remove it"),
+                format!("{what} is not a token with an id; copy the file again, or remove it"),
             )
         };
         match listed {
@@ -114,14 +114,14 @@ impl TokenizerConfig {
         Ok(found)
     }
 
-    /// Gives `tokenizer` the tokens that it has not, and the others the properties that are written
-    /// here; what it was given.
+    /// Adds missing tokens to `tokenizer`, and sets the properties of existing ones as recorded
+    /// here. Returns the added tokens.
     ///
-    /// A token with a meaning that no file gives an id gets none: transformers would put it behind
-    /// the vocabulary, where a model has no embedding for it. [`Self::notes`] tell of it.
+    /// A token with a meaning but without an id in any file is not added: transformers would append
+    /// it to the vocabulary, where a model has no embedding for it. [`Self::notes`] reports it.
     ///
     /// # Errors
-    /// `Error::Data` where a token would have another id than is written.
+    /// `Error::Data` if a token would get another id than recorded.
     pub fn complete(&self, tokenizer: &mut Tokenizer) -> Result<Vec<(u32, AddedToken)>> {
         let unusable = |error: tokenizers::Error| {
             Error::data(
@@ -130,7 +130,8 @@ impl TokenizerConfig {
             )
         };
         let before = tokenizer.get_added_tokens_decoder();
-        // The vocabulary's own properties come before those that added_tokens.json does not write.
+        // The vocabulary's own properties take priority over those that added_tokens.json does not
+        // record.
         let in_config = self.source.ends_with(CONFIG_FILE);
         let is_there = |id: Option<u32>| id.is_some_and(|id| before.contains_key(&id));
         let with_ids = self
@@ -149,8 +150,9 @@ impl TokenizerConfig {
                 return Err(Error::data(
                     &self.source,
                     format!(
-                        "gives the token {content:?} the id {id}, but the next one behind the vocabulary of tokenizer.json is {}; copy \
-                         the files of the tokenizer again, all of them",
+                        "gives the token {content:?} the id {id}, but the next free id after the \
+                         vocabulary of tokenizer.json is {}; copy all files of the tokenizer \
+                         again",
                         got.unwrap_or_default()
                     ),
                 ));
@@ -168,8 +170,8 @@ impl TokenizerConfig {
         Ok(given)
     }
 
-    /// What is not as these files say, of `tokenizer` that was completed and its file at `path`,
-    /// which is `json`.
+    /// Notes on differences between these files and the completed `tokenizer` with the file `json`
+    /// at `path`.
     pub fn notes(&self, path: &Path, json: &Value, tokenizer: &Tokenizer) -> Vec<String> {
         let mut notes = Vec::new();
         let special = self.special.iter().map(|token| &token.content);
@@ -179,8 +181,9 @@ impl TokenizerConfig {
             let absent: Vec<String> =
                 absent.into_iter().map(|token| format!("{token:?}")).collect();
             notes.push(format!(
-                "note: {} has not the special tokens {} that are named beside it; they are left out, where transformers adds \
-                 them behind the vocabulary (its save_pretrained writes a tokenizer.json with them)",
+                "note: {} lacks the special tokens {} that the file beside it names; they are left \
+                 out, while transformers appends them to the vocabulary (its save_pretrained \
+                 writes a tokenizer.json with them)",
                 path.display(),
                 absent.join(", ")
             ));
@@ -188,7 +191,8 @@ impl TokenizerConfig {
         for ((setting, part, key), said) in &self.said_twice {
             if let Some(other) = step_says(&json[*part], key).filter(|other| other != said) {
                 notes.push(format!(
-                    "note: {} says {setting} {said} and {} says {other}, which is taken; some classes of transformers take the first",
+                    "note: {} sets {setting} to {said}, but {} sets it to {other}, which is used; \
+                     some classes of transformers use the first",
                     path.with_file_name(CONFIG_FILE).display(),
                     path.display()
                 ));
@@ -198,19 +202,19 @@ impl TokenizerConfig {
     }
 }
 
-/// What a step of a part of a `tokenizer.json` says under `key`, if one does.
+/// The value under `key` in a step of a part of a `tokenizer.json`, if any.
 fn step_says(part: &Value, key: &str) -> Option<bool> {
     let steps =
         ["pretokenizers", "normalizers"].into_iter().find_map(|steps| part[steps].as_array());
     let mut steps = steps.map_or(std::slice::from_ref(part), Vec::as_slice).iter();
     steps.find_map(|step| match step.get(key)? {
-        // Accents go with upper case, unless it is said.
+        // Accent stripping follows lowercasing, unless it is set.
         Value::Null => step.get("lowercase")?.as_bool(),
         value => value.as_bool(),
     })
 }
 
-/// The JSON object in a file; empty where there is no file.
+/// The JSON object in a file; empty if there is no file.
 pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
     let bytes = match files::read(path, MAX_FILE_BYTES) {
         Ok(bytes) => bytes,
@@ -218,7 +222,7 @@ pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
         Err(error) => return Err(Error::io("read", path, error)),
     };
     serde_json::from_slice(&bytes).map_err(|error| {
-        Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))
+        Error::data(path, format!("is not a JSON object: {error}; copy it again, or remove it"))
     })
 }
 
@@ -247,7 +251,7 @@ pub(super) fn listed(tokens: impl IntoIterator<Item = (u32, AddedToken)>) -> Val
     Value::Object(tokens.into_iter().map(entry).collect())
 }
 
-/// What a path is that names a tokenizer of another kind than `tokenizer.json`, and what to do.
+/// Describes a path that names another kind of tokenizer than `tokenizer.json`, with advice.
 pub(super) fn other_kind(path: &Path) -> Option<String> {
     const CONVERT: &str = "python -c 'from transformers import AutoTokenizer as T; T.from_pretrained(\"DIR\").save_pretrained(\"OUT\")'";
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
@@ -263,18 +267,21 @@ pub(super) fn other_kind(path: &Path) -> Option<String> {
     };
     Some(match there {
         "vocab.txt" => {
-            format!("{place}a WordPiece vocabulary without its tokenizer.json; make one: {CONVERT}")
+            format!(
+                "{place}a WordPiece vocabulary without its tokenizer.json; create one: {CONVERT}"
+            )
         }
         "vocab.json" => format!(
-            "{place}a vocabulary without its merges; GPT-2's is opened by --vocab-file vocab.json --merge-file merges.txt, and of others \
-             transformers makes a tokenizer.json: {CONVERT}"
+            "{place}a vocabulary without its merges; for GPT-2 give --vocab-file vocab.json \
+             --merge-file merges.txt, for others let transformers create a tokenizer.json: \
+             {CONVERT}"
         ),
         _ if there.ends_with(".model") => format!(
-            "{place}a SentencePiece model, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+            "{place}a SentencePiece model, which is not supported; transformers converts it to a tokenizer.json: {CONVERT}"
         ),
         _ if there.ends_with(".tiktoken") => {
             format!(
-                "{place}a tiktoken vocabulary, which is not read; transformers makes a tokenizer.json of it: {CONVERT}"
+                "{place}a tiktoken vocabulary, which is not supported; transformers converts it to a tokenizer.json: {CONVERT}"
             )
         }
         _ => return None,

@@ -85,9 +85,9 @@ impl LossScaler {
                 *hysteresis -= 1;
             } else if self.scale <= config.min {
                 return Err(Error::Diverged(format!(
-                    "the gradients are not finite though the loss scale is already at its minimum, {}, and cannot be halved: \
-                     the model diverges; go on from an earlier checkpoint with a lower lr or clip_grad, or train in bf16, \
-                     which needs no loss scale",
+                    "the gradients are not finite although the loss scale is already at its \
+                     minimum, {}: the model diverges; continue from an earlier checkpoint with a \
+                     lower lr or clip_grad, or train in bf16, which needs no loss scale",
                     config.min
                 )));
             } else {
@@ -128,10 +128,10 @@ impl LossScaler {
         let scale =
             state.scale.parse().ok().filter(|scale: &f64| scale.is_finite() && *scale > 0.0);
         let scale =
-            scale.ok_or_else(|| Error::config(format!("{:?} is no loss scale", state.scale)))?;
+            scale.ok_or_else(|| Error::config(format!("{:?} is not a loss scale", state.scale)))?;
         if state.last_overflow.is_some_and(|last| last >= state.iteration) {
             return Err(Error::config(
-                "the last overflow of its loss scale lies after its last step",
+                "the last overflow of its loss scale is after its last step",
             ));
         }
         self.scale = scale;

@@ -47,7 +47,7 @@ impl LrSchedule {
         }
         if !(0.0..=lr).contains(&warmup_init) {
             return Err(Error::config(format!(
-                "lr-warmup-init = {warmup_init} must lie between 0 and lr = {lr}"
+                "lr-warmup-init = {warmup_init} must be between 0 and lr = {lr}"
             )));
         }
         if decay_style != DecayStyle::Constant

@@ -60,8 +60,9 @@ impl BucketState {
         if *offload == OptimizerOffload::Cpu && mark(device)?.is_none() {
             let device = kernels::tensor::device::name(device);
             return Err(Error::config(format!(
-                "optimizer_cpu_offload moves state from a GPU to the host's memory, and this run computes on {device}; leave it out, or \
-                 keep it in files: offload_optimizer_nvme_path"
+                "optimizer_cpu_offload moves state from a GPU to host memory, but this run \
+                 computes on {device}; leave it out, or keep the state in files: \
+                 offload_optimizer_nvme_path"
             )));
         }
         let zeros = |range: &Range<usize>, device: &Device| {

@@ -55,7 +55,7 @@ impl Files {
                 .map_err(|error| Error::io("create a file in", folder, error))?;
             reserve(&file, each as u64).map_err(|error| {
                 Error::config(format!(
-                    "{}: no room for {:.2} GiB of optimizer state: {error}; free some, or name a folder on another disk",
+                    "{}: no room for {:.2} GiB of optimizer state: {error}; free disk space, or give a folder on another disk",
                     folder.display(),
                     (FILES * each) as f64 / f64::from(1 << 30)
                 ))

@@ -33,7 +33,7 @@ impl Elements {
             }
             Self::FileBacked(_) => {
                 return Err(Error::config(
-                    "internal error: a copy in memory of optimizer state that is kept in files",
+                    "internal error: an in-memory copy of optimizer state that is kept in files",
                 ));
             }
         })

@@ -271,7 +271,7 @@ fn take<K: std::hash::Hash + Eq + std::fmt::Debug, V>(
 ) -> Result<V> {
     map.remove(&key).ok_or_else(|| {
         Error::config(format!(
-            "internal error: the schedule asks for {what} that is not there: {key:?}"
+            "internal error: the schedule asks for {what} that does not exist: {key:?}"
         ))
     })
 }

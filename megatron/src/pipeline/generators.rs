@@ -28,8 +28,8 @@ pub fn generate(
     }
     if extra_warmup > 0 && kind != ScheduleKind::OneFOneB {
         return Err(Error::config(format!(
-            "{extra_warmup} forwards more ahead (pipeline-extra-warmup) need the 1f1b schedule; choose it or leave \
-             pipeline-extra-warmup out"
+            "{extra_warmup} extra warm-up forwards (pipeline-extra-warmup) need the 1f1b schedule; \
+             choose it or leave pipeline-extra-warmup out"
         )));
     }
     match kind {

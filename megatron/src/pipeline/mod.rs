@@ -41,7 +41,7 @@ mod simulator;
 pub use chunk::{Chunk, ChunkOutput, SavedChunk};
 pub use costs::{ChunkCosts, Costs};
 pub use delayed::delay_weight_gradients;
-pub use drawing::render;
+pub use drawing::{render, render_within};
 pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;

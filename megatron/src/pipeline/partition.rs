@@ -31,7 +31,7 @@ pub fn partition(
     let (n, p) = (layer_weights.len(), num_virtual_stages);
     if p == 0 {
         return Err(Error::config(
-            "layers cannot be dealt to 0 virtual stages; pp·v must be at least 1",
+            "layers cannot be distributed over 0 virtual stages; pp·v must be at least 1",
         ));
     }
     if let PartitionMethod::Explicit(counts) = method {
@@ -39,7 +39,7 @@ pub fn partition(
     }
     if n < p {
         return Err(Error::config(format!(
-            "{n} layers are fewer than the {p} virtual stages (pp·v) they are dealt to; use a smaller pp or v, more \
+            "{n} layers are fewer than the {p} virtual stages (pp·v); use a smaller pp or v, more \
              layers, or an explicit pipeline-partition with zeros"
         )));
     }
@@ -54,7 +54,8 @@ pub fn partition(
 fn explicit(counts: &[usize], n: usize, p: usize) -> Result<Vec<Range<usize>>> {
     if counts.len() != p {
         return Err(Error::config(format!(
-            "pipeline-partition {counts:?} has {} entries, but there are pp·v = {p} virtual stages; give one number each",
+            "pipeline-partition {counts:?} has {} entries, but there are pp·v = {p} virtual \
+             stages; give one number per virtual stage",
             counts.len()
         )));
     }

@@ -79,8 +79,8 @@ impl Replay {
     ) -> Result<Losses> {
         if batches.iter().any(|batch| !batch.named.is_empty()) {
             return Err(Error::config(
-                "enable_cuda_graph records models of text: a microbatch with named tensors would be \
-                 computed from those of the first one; leave it out",
+                "enable_cuda_graph records only text models: every microbatch would use the named \
+                 tensors of the first; leave it out",
             ));
         }
         let shape = one_shape(batches)?;

@@ -90,7 +90,7 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Report> {
         .collect();
     if !stuck.is_empty() {
         return Err(Error::config(format!(
-            "the schedule deadlocks: {} wait for ever",
+            "the schedule deadlocks: {} wait forever",
             stuck.join(", ")
         )));
     }
@@ -165,10 +165,7 @@ impl Stage {
         let (pp, v) = (s.pp(), s.num_chunks);
         let (microbatch, chunk) = action.key();
         if microbatch >= s.num_microbatches || chunk >= v {
-            return Err(format!(
-                "lies outside of {} microbatches and {v} chunks",
-                s.num_microbatches
-            ));
+            return Err(format!("is outside {} microbatches and {v} chunks", s.num_microbatches));
         }
         let key = (microbatch, chunk);
         if let Some(c) = action.compute() {
@@ -183,7 +180,7 @@ impl Stage {
                 };
                 if !self.unsent.remove(&(what, key)) {
                     return Err(String::from(
-                        "has nothing to send: it is not computed yet or already sent",
+                        "has nothing to send: it is not computed yet, or is already sent",
                     ));
                 }
                 let message = Message { key: (microbatch, chunk), time: self.now };
@@ -229,8 +226,8 @@ impl Stage {
             if message.key != key {
                 let (microbatch, chunk) = message.key;
                 return Err(format!(
-                    "gets the message for microbatch {microbatch}, chunk {chunk}: receives are posted in another order than \
-                     messages are sent"
+                    "gets the message for microbatch {microbatch}, chunk {chunk}: receives are \
+                     posted in a different order than messages are sent"
                 ));
             }
             self.now = self.now.max(message.time);
@@ -301,7 +298,7 @@ impl Stage {
         };
         if microbatch > 0 && sums.iter().any(|done| !done.contains(&(microbatch - 1, chunk))) {
             return Err(format!(
-                "comes before that of microbatch {}; gradients sum in one order",
+                "comes before that of microbatch {}; gradients must be summed in one order",
                 microbatch - 1
             ));
         }

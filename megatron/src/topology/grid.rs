@@ -141,8 +141,8 @@ impl RankGrid {
         if dp.value != left {
             let product = unit.saturating_mul(dp.value);
             return Err(Error::config(format!(
-                "world size {world} ≠ tp·cp·dp·pp = {tp} · {cp} · {dp} · {pp} = {product}; start {product} ranks, or \
-                 set dp to {left}, or leave it out"
+                "world size {world} ≠ tp·cp·dp·pp = {tp} · {cp} · {dp} · {pp} = {product}; start \
+                 {product} ranks, set dp to {left}, or leave dp out"
             )));
         }
         Self::checked(tp, cp, ep, &dp, pp)
@@ -170,8 +170,9 @@ impl RankGrid {
         let replicas = cp.value * dp.value;
         if !replicas.is_multiple_of(ep.value) {
             return Err(Error::config(format!(
-                "cp·dp = {cp} · {dp} = {replicas} is not a multiple of ep = {ep}; expert parallelism deals the cp·dp \
-                 ranks with the same dense layers anew, so choose ep among the divisors of {replicas}"
+                "cp·dp = {cp} · {dp} = {replicas} is not a multiple of ep = {ep}; expert \
+                 parallelism regroups the cp·dp ranks with the same dense layers, so choose a \
+                 divisor of {replicas} as ep"
             )));
         }
         Ok(Self { tp: tp.value, cp: cp.value, ep: ep.value, dp: dp.value, pp: pp.value })
@@ -201,18 +202,14 @@ impl RankGrid {
     pub fn rank_of(&self, c: Coords) -> usize {
         assert!(
             c.tp < self.tp && c.cp < self.cp && c.dp < self.dp && c.pp < self.pp,
-            "{c:?} lies outside of {self:?}"
+            "{c:?} is outside {self:?}"
         );
         c.tp + self.tp * (c.cp + self.cp * (c.dp + self.dp * c.pp))
     }
 
     /// A rank's index along one axis, which is its rank within that axis' group.
     pub fn index(&self, axis: Axis, rank: usize) -> usize {
-        assert!(
-            rank < self.world(),
-            "rank {rank} lies outside of a world of {} ranks",
-            self.world()
-        );
+        assert!(rank < self.world(), "rank {rank} is outside a world of {} ranks", self.world());
         let (stride, size) = self.stride_and_size(axis);
         rank / stride % size
     }

@@ -137,8 +137,8 @@ fn split(world: &dyn Communicator, name: &str, ranks: Option<Vec<usize>>) -> Res
     let joined = group.as_ref().map(|group| group.ranks().to_vec());
     if joined != ranks {
         return Err(Error::comm(format!(
-            "rank {} expected ranks {ranks:?} in group {name}, but joined {joined:?}; do all ranks run with the same \
-             parallel sizes?",
+            "rank {} expected ranks {ranks:?} in group {name}, but joined {joined:?}; start all \
+             ranks with the same parallel sizes",
             world.rank()
         )));
     }

@@ -51,7 +51,7 @@ pub fn require(world: &Group, config: &RunConfig, fingerprint: &str) -> Result<(
         return Ok(());
     }
     Err(Error::config(format!(
-        "the ranks were not started alike: {}; start every rank with the same flags, run file and data",
+        "the ranks were started differently: {}; start every rank with the same flags, run file and data",
         printable(differences.join("; "))
     )))
 }

@@ -37,7 +37,7 @@ impl Trainer {
         let steps = if in_a_row == 1 {
             format!("step {first} is not finite")
         } else {
-            format!("{in_a_row} steps in a row were not finite, the first of them step {first}")
+            format!("{in_a_row} steps in a row were not finite, from step {first} on")
         };
         Some(Error::Diverged(format!(
             "training diverged: {steps} (max_nonfinite_steps = {limit}); step {}: loss {}, gradient norm {}. {}",
@@ -62,7 +62,7 @@ impl Trainer {
             };
             let before = checkpoint::iterations(&dir).ok()?.into_iter().rfind(is_good)?;
             Some(format!(
-                "Go on from a checkpoint before it (--load {} --ckpt-step {before})",
+                "Continue from an earlier checkpoint (--load {} --ckpt-step {before})",
                 dir.display()
             ))
         });
@@ -75,7 +75,7 @@ impl Trainer {
             _ => "a smaller --clip-grad",
         };
         format!(
-            "{} with a lower --lr, a longer warm-up{scale} or {clip}: the same settings come to the same again",
+            "{} with a lower --lr, a longer warm-up{scale} or {clip}: with the same settings it diverges again",
             saved.unwrap_or_else(|| "Start again".into())
         )
     }

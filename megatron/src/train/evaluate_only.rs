@@ -18,7 +18,7 @@ impl Trainer {
     ) -> Result<Outcome> {
         if self.valid.is_none() && self.test.is_none() {
             return Err(Error::config(
-                "--skip-train leaves the evaluation, and there are neither validation nor test data; give more data, or another --split",
+                "--skip-train only evaluates, but there are no validation or test data; give more data, or another --split",
             ));
         }
         let is_lead = self.groups.world.rank() == 0;

@@ -218,7 +218,7 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     let mut flags = Vec::new();
     if replicas > 1 && p.zero_stage == 0 {
         flags.push(format!(
-            "--use-distributed-optimizer (cuts masters and moments over {replicas} replicas)"
+            "--use-distributed-optimizer (shards masters and moments over {replicas} replicas)"
         ));
     }
     if replicas > 1 && p.zero_stage < 3 {
@@ -228,7 +228,7 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     }
     if dp > 1 {
         flags.push(format!(
-            "a smaller --data-parallel-size (each of {dp} replicas has all weights and gradients)"
+            "a smaller --data-parallel-size (each of {dp} replicas holds all weights and gradients)"
         ));
     }
     if matches!(t.precision, crate::config::Precision::Fp32) {

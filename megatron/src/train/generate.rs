@@ -307,8 +307,9 @@ impl Stage {
                 // Every rank received this value, so all ranks end.
                 if next[i] == UNDRAWN {
                     return Err(Error::Diverged(format!(
-                        "the model's logits after token {} of prompt {} are not finite, so that no token can be drawn: training \
-                         diverged, a file is damaged, or 16 bits are too narrow; use an earlier checkpoint, or fp32",
+                        "the model's logits after token {} of prompt {} are not finite, so no \
+                         token can be sampled: training diverged, a file is damaged, or 16 bits \
+                         are too narrow; use an earlier checkpoint, or fp32",
                         lengths[i],
                         i + 1
                     )));

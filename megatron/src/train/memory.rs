@@ -135,9 +135,10 @@ fn too_little(config: &RunConfig, ranks: &[Footprint], limit: MemoryLimit) -> Er
         table.push_str(&format!("  {what:<12}{:>16}{:>16}\n", gib(largest), gib(all)));
     }
     Error::config(format!(
-        "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a vocabulary of {}, \
-         max_position_embeddings = {} and a microbatch of {} · {} tokens make {who} on this machine (tp {} · cp {} · pp {} · dp {}) \
-         need at least {} GiB of memory, and there are {} GiB ({}):\n{table}Less is needed with {}",
+        "num_layers = {}, hidden_size = {}, ffn_hidden_size = {}, {} heads of kv_channels = {}, a \
+         vocabulary of {}, max_position_embeddings = {} and a microbatch of {} · {} tokens make \
+         {who} on this machine (tp {} · cp {} · pp {} · dp {}) need at least {} GiB of memory, but \
+         there are {} GiB ({}):\n{table}To reduce memory, use {}",
         m.num_layers,
         m.hidden_size,
         m.ffn_hidden_size,
@@ -195,7 +196,7 @@ mod tests {
             Footprint { moments: gib, ..Footprint::default() },
             Footprint { moments: 2.5 * gib, weights: gib, ..Footprint::default() },
         );
-        let limit = MemoryLimit { bytes: 2 << 30, by: "the limit of the control group" };
+        let limit = MemoryLimit { bytes: 2 << 30, by: "the limit of the cgroup" };
         let mut config = valid();
         config.parallel.zero_stage = 0;
         let text = too_little(&config, &[small, large], limit).to_string();
@@ -207,7 +208,8 @@ mod tests {
             assert!(words.iter().any(|words| *words == line), "{line:?} is not in {text}");
         }
         for part in [
-            "2 ranks on this machine (tp 2 · cp 1 · pp 2 · dp 2) need at least 4.50 GiB of memory, and there are 2.00 GiB (the limit of the control group)",
+            "2 ranks on this machine (tp 2 · cp 1 · pp 2 · dp 2) need at least 4.50 GiB of memory, \
+             but there are 2.00 GiB (the limit of the cgroup)",
             "--use-distributed-optimizer",
             "--bf16",
             "--offload-optimizer-nvme-path",

@@ -20,9 +20,8 @@ fn limit_under(root: &Path) -> Option<MemoryLimit> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).unwrap_or_default();
     let physical =
         kib(&meminfo, "MemTotal:").map(|bytes| MemoryLimit { bytes, by: "physical memory" });
-    let group = group_limits(root)
-        .min()
-        .map(|bytes| MemoryLimit { bytes, by: "the limit of the control group" });
+    let group =
+        group_limits(root).min().map(|bytes| MemoryLimit { bytes, by: "the limit of the cgroup" });
     physical.into_iter().chain(group).min_by_key(|limit| limit.bytes)
 }
 
@@ -128,7 +127,7 @@ mod tests {
     #[test]
     fn the_smallest_limit_of_a_group_and_those_around_it_counts() {
         let by_group =
-            |gib: u64| Some(MemoryLimit { bytes: gib * GIB, by: "the limit of the control group" });
+            |gib: u64| Some(MemoryLimit { bytes: gib * GIB, by: "the limit of the cgroup" });
         let of_v2 = |own: &str, around: &str| {
             limit(&[
                 ("proc/self/cgroup", "0::/slurm/job/step"),

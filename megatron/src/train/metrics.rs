@@ -231,7 +231,7 @@ fn open_own(path: &Path) -> Result<File> {
         && let Err(TryLockError::WouldBlock) = file.try_lock()
     {
         return Err(Error::config(format!(
-            "metrics = {} is what another run writes at this moment; wait until it has ended or stop it, or give another name",
+            "metrics = {} is in use: another run is writing to it; wait until that ends, stop it, or give another name",
             path.display()
         )));
     }
@@ -257,7 +257,7 @@ fn expect_metrics(path: &Path) -> Result<()> {
         return Ok(());
     }
     Err(Error::config(format!(
-        "metrics = {} is a file of something else, which metrics would take the place of; give another name",
+        "metrics = {} is a file with other content, which metrics would replace; give another name",
         path.display()
     )))
 }

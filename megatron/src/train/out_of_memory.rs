@@ -33,7 +33,10 @@ pub(super) fn explain(
     if !kept.is_empty() {
         text.push_str(&format!(". {}", holders(kept, known)));
     }
-    text.push_str(&format!(". Less is needed with {}", advice(config, kept.is_empty()).join(", ")));
+    text.push_str(&format!(
+        ". To reduce memory, use {}",
+        advice(config, kept.is_empty()).join(", ")
+    ));
     Error::OutOfMemory(text)
 }
 
@@ -63,7 +66,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     let (dp, cp) = (p.data_parallel_size, p.context_parallel_size);
     if dp * cp > 1 && p.zero_stage == 0 {
         let over = if cp > 1 { format!("dp · cp = {dp} · {cp}") } else { format!("dp = {dp}") };
-        flags.push(format!("--use-distributed-optimizer (cuts the optimizer's state over {over})"));
+        flags.push(format!("--use-distributed-optimizer (shards the optimizer state over {over})"));
     }
     if dp * cp > 1 && p.zero_stage < 3 {
         flags.push("--zero-stage 3 (cuts weights and gradients over them, too)".into());
@@ -72,7 +75,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
         if p.tensor_model_parallel_size > 1 && !p.sequence_parallel {
             let tp = p.tensor_model_parallel_size;
             flags.push(format!(
-                "--sequence-parallel (cuts the activations between layers over tp = {tp})"
+                "--sequence-parallel (splits the activations between layers over tp = {tp})"
             ));
         }
         if t.micro_batch_size > 1 {
@@ -90,7 +93,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
         let divide = heads.is_multiple_of(2 * cp) && config.model.seq_length.is_multiple_of(2 * cp);
         if divide && !t.enable_cuda_graph {
             flags.push(format!(
-                "a larger --context-parallel-size (now {cp}; cuts sequences over more GPUs)"
+                "a larger --context-parallel-size (now {cp}; splits sequences over more GPUs)"
             ));
         }
     }
@@ -104,7 +107,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
     if o.offload == OptimizerOffload::None {
-        flags.push("--optimizer-cpu-offload (moments in the host's memory; longer steps)".into());
+        flags.push("--optimizer-cpu-offload (moments in host memory; longer steps)".into());
     }
     flags.push(format!(
         "a larger --tensor-model-parallel-size (now {}) or --pipeline-model-parallel-size (now {}) on more GPUs",
@@ -152,7 +155,7 @@ mod tests {
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-            "--optimizer-cpu-offload (moments in the host's memory",
+            "--optimizer-cpu-offload (moments in host memory",
             "--tensor-model-parallel-size (now 4)",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");

@@ -33,7 +33,7 @@ impl Records {
         if let Some(path) = &run.logging.metrics {
             if goes_back && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
                 reporter.message(&format!(
-                    "{} goes on after step {}; with the steps that were made after it, it is {} now",
+                    "{} continues after step {}; a copy with the later steps is {}",
                     path.display(),
                     done.iteration,
                     copy.display()
@@ -42,7 +42,7 @@ impl Records {
             let (writer, aside) = MetricsWriter::open(path, done.iteration)?;
             if let Some(aside) = aside {
                 reporter.message(&format!(
-                    "{} is another run's and is {} now",
+                    "{} belonged to another run and was renamed to {}",
                     path.display(),
                     aside.display()
                 ));
@@ -52,7 +52,8 @@ impl Records {
         if let Some(settings) = &run.logging.tensorboard {
             if done.iteration == 0 && tensorboard::has_events(&settings.dir)? {
                 reporter.message(&format!(
-                    "note: {} has the events of an earlier run, which TensorBoard takes for this one's; give every run a folder of its own",
+                    "note: {} has the events of an earlier run, which TensorBoard would show as \
+                     this run's; give every run a separate folder",
                     settings.dir.display()
                 ));
             }
@@ -119,7 +120,7 @@ impl Records {
         of_events: impl FnOnce(&mut TensorboardWriter) -> Result<()>,
     ) {
         let mut give_up = |what: &str, error: Error| {
-            reporter.message(&format!("note: {error}; training goes on without {what}"));
+            reporter.message(&format!("note: {error}; training continues without {what}"));
             self.lost.push(format!("{what} end before step {iteration}: {error}"));
         };
         if let Some(Err(error)) = self.metrics.as_mut().map(of_metrics) {

@@ -68,7 +68,7 @@ impl Trainer {
             state::precision(&manifest.state).filter(|theirs| theirs.dtype() != precision.dtype())
         {
             reporter.message(&format!(
-                "note: the checkpoint was trained in {theirs}; this run goes on in {precision} from the same fp32 values"
+                "note: the checkpoint was trained in {theirs}; this run continues in {precision} from the same fp32 values"
             ));
         }
         if takes != Takes::Weights {
@@ -76,7 +76,7 @@ impl Trainer {
                 .is_some_and(|theirs| theirs != self.fingerprint);
             if other_data {
                 reporter.message(
-                    "note: the data or the tokenizer are not those that the checkpoint was trained on; the loss may jump",
+                    "note: the data or the tokenizer differ from those that the checkpoint was trained on; the loss may jump",
                 );
             }
             let changed =
@@ -114,7 +114,7 @@ impl Trainer {
         let (replaced, kept): (Vec<u64>, Vec<u64>) =
             later.iterations.iter().copied().partition(saves);
         let mut text = format!(
-            "note: {} has checkpoints of later steps than {now}, from which this run goes on: {}.",
+            "note: {} has checkpoints of later steps than {now}, where this run continues: {}.",
             dir.display(),
             listed(&later.iterations)
         );
@@ -150,7 +150,7 @@ impl Trainer {
                 "--save-retain-interval"
             };
             text += &format!(
-                " As older ones, {flag} removes {} once later steps are saved.",
+                " {flag} removes {} as older checkpoints once later steps are saved.",
                 listed(&removed)
             );
         }
@@ -178,8 +178,10 @@ impl Trainer {
         let end = self.lr.end().filter(|end| *end < total)?;
         let when = if applied_samples < end { "ends before this run does" } else { "is over" };
         Some(format!(
-            "note: the decay of the learning rate {when}, after {end} samples: steps so far had another global batch, {applied_samples} samples in \
-             all, and this run ends at {total}. What follows the decay trains at the lowest rate, {}; --lr-decay-samples {total} stretches it",
+            "note: the decay of the learning rate {when}, after {end} samples: earlier steps had \
+             another global batch size, {applied_samples} samples in total, and this run ends at \
+             {total}. Steps after the decay train at the lowest rate, {}; --lr-decay-samples \
+             {total} extends the decay",
             self.lr.lowest()
         ))
     }

@@ -241,8 +241,9 @@ fn order_of_samples(pair: &Pair<'_>, ours: &RunConfig) -> Option<String> {
     let (theirs, ours) = (samples(pair.theirs)?, samples(pair.ours)?);
     (is_drawn && theirs != ours).then(|| {
         format!(
-            "note: the order of samples is drawn for {ours} here and was for {theirs} in the checkpoint: where that takes another number of \
-             epochs, some samples of this epoch may be read twice"
+            "note: the order of samples is drawn for {ours} samples here, but for {theirs} in the \
+             checkpoint: if the number of epochs differs, some samples of this epoch may be read \
+             twice"
         )
     })
 }
@@ -251,19 +252,19 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
     let is_shuffled = ours.data.dataloader_type != DataloaderType::Sequential;
     let length = ours.model.seq_length;
     let position = format!(
-        ": the data go on at sample {} of the new length, behind the {} tokens that were read{}",
+        ": the data continue at sample {} of the new length, after the {} tokens already read{}",
         progress.data_position(length),
         progress.consumed_tokens,
         if is_shuffled {
-            ". The order of samples is drawn anew for this length, so that some tokens of this epoch come twice"
+            ". The order of samples is drawn again for this length, so some tokens of this epoch are read twice"
         } else {
             ""
         }
     );
     let seed = if is_shuffled {
-        ": samples come in another order, some of this epoch twice, and dropout is drawn anew"
+        ": samples are read in another order, some of this epoch twice, and dropout masks change"
     } else {
-        ": dropout is drawn anew"
+        ": dropout masks change"
     };
     let mut notes = Vec::new();
     let has_other_split = pair.at("/data/split").is_some_and(|(theirs, ours)| {
@@ -279,7 +280,7 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
         }
     });
     if has_other_split {
-        let mixed = ": text that was trained on may now be evaluated on, and the other way round";
+        let mixed = ": text used for training may now be used for evaluation, and vice versa";
         notes.extend(pair.note("/data/split", "split", mixed));
     }
     for (pointer, key, consequence) in [
@@ -288,7 +289,7 @@ fn data_and_model(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Vec
         (
             "/data/dataloader_type",
             "dataloader_type",
-            ": samples come in another order, some of this epoch twice",
+            ": samples are read in another order, some of this epoch twice",
         ),
         ("/data/eod_mask_loss", "eod_mask_loss", ""),
         ("/data/reset_position_ids", "reset_position_ids", ""),

@@ -43,13 +43,14 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
             .as_ref()
             .map_or("--load is not given".into(), |dir| format!("{} holds none", dir.display()));
         return Err(Error::config(format!(
-            "--finetune and --no-load-optim start from a checkpoint, and {place}; name one with --load, or leave them out"
+            "--finetune and --no-load-optim start from a checkpoint, but {place}; give one with --load, or leave them out"
         )));
     }
     if let (true, None, Some(dir)) = (config.checkpoint.exit_on_missing_checkpoint, &found, load) {
         return Err(Error::checkpoint(
             dir,
-            "holds no checkpoint, and --exit-on-missing-checkpoint lets no run start afresh; check the path of --load, or leave that out",
+            "holds no checkpoint, and --exit-on-missing-checkpoint forbids starting without one; \
+             check the path of --load, or leave that flag out",
         ));
     }
     if let Some(path) = &found {
@@ -61,7 +62,7 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
         if save.as_ref().is_some_and(|save| checkpoint::same_folder(save, path)) {
             return Err(Error::checkpoint(
                 path,
-                "is one checkpoint's own folder; save into the one around it, or elsewhere",
+                "is the folder of one checkpoint; save into its parent folder, or elsewhere",
             ));
         }
     }
@@ -85,7 +86,7 @@ pub fn preflight(config: &RunConfig) -> Result<()> {
         };
         return Err(Error::checkpoint(
             path,
-            format!("is there already and this run would overwrite it; save elsewhere{others}"),
+            format!("already exists and this run would overwrite it; save elsewhere{others}"),
         ));
     }
     Ok(())
@@ -117,7 +118,7 @@ impl Trainer {
         if self.progress.iteration >= train_iters {
             let done = self.progress.iteration;
             reporter.message(&format!(
-                "nothing is left to train: the checkpoint is of step {done}, the run ends after {train_iters}"
+                "nothing is left to train: the checkpoint is of step {done}, and the run ends after step {train_iters}"
             ));
         }
         if let Some(note) = self.no_evaluation() {
@@ -150,7 +151,7 @@ impl Trainer {
                     .message(&format!("step {iteration} is skipped, as --iterations-to-skip asks"));
             }
             if let Some(operations) = self.take_recorded() {
-                let what = "forward and backward of a microbatch are a CUDA graph from here on";
+                let what = "forward and backward of a microbatch run as a CUDA graph from here on";
                 reporter.message(&format!("step {iteration}: {what}, of {operations} operations"));
             }
             let Met { stop: mut interrupted, written, overdue } = self.meet(stop)?;
@@ -318,12 +319,12 @@ impl Trainer {
         let why = match (logging.eval_iters, &self.valid) {
             (0, _) => "--eval-iters is 0".to_string(),
             (_, None) => format!(
-                "--split {} leaves less than a sample to validate; it deals whole documents, of text files whole paragraphs",
+                "--split {} leaves less than one sample for validation; documents (in text files, paragraphs) are not cut",
                 self.config.data.split
             ),
             _ => return None,
         };
-        Some(format!("note: --eval-interval {interval} evaluates nothing: {why}"))
+        Some(format!("note: --eval-interval {interval} has no effect: {why}"))
     }
 
     /// Returns false if `stop` ended it early.

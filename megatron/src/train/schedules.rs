@@ -53,7 +53,7 @@ impl Schedules {
     }
 }
 
-fn make(
+pub(super) fn make(
     parallel: &ParallelConfig,
     costs: Option<&Costs>,
     early: bool,

@@ -206,7 +206,7 @@ pub fn from_json(
     {
         return Err(Error::checkpoint(
             path,
-            format!("it holds a model that its program calls '{theirs}', and this one is '{ours}'"),
+            format!("it holds a model that its program calls '{theirs}', but this one is '{ours}'"),
         ));
     }
     let damaged =
@@ -269,8 +269,9 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
     Err(Error::checkpoint(
         manifest.folder(),
         format!(
-            "it holds the state of the optimizer {theirs}, and this run's is {ours}; resume it with --optimizer {theirs}, or take \
-             its weights alone, with --no-load-optim (going on) or --finetune (from the first step)"
+            "it holds the state of the optimizer {theirs}, but this run uses {ours}; resume it \
+             with --optimizer {theirs}, or take only its weights with --no-load-optim (continue) \
+             or --finetune (start at step 1)"
         ),
     ))
 }
@@ -302,7 +303,7 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let mut given = paths.into_iter().filter_map(|(flag, path)| Some((flag, path?)));
     match given.find(|(_, path)| path.to_str().is_none()) {
         Some((flag, path)) => Err(Error::config(format!(
-            "{flag} {}: the name is not UTF-8, and checkpoints record it; give another, such as a link to it",
+            "{flag} {}: the path is not UTF-8, but checkpoints record it; give another path, such as a link to it",
             path.display()
         ))),
         None => Ok(()),

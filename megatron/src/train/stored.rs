@@ -50,16 +50,18 @@ impl StoredModel {
 fn spec(tensor: &TensorEntry, tp: usize) -> std::result::Result<ParamSpec, String> {
     let shape = tensor.shape.clone();
     let partition = tensor.partition.ok_or(
-        "the checkpoint does not say how it is cut over tensor-parallel ranks: it is from before that was stored; resume the run and save again",
+        "the checkpoint does not record how it is sharded over tensor-parallel ranks, because an \
+         early version wrote it; resume the run and save again",
     )?;
     let mut padded_dim0 = shape.first().copied().unwrap_or(1);
     if let Partition::Split { dim, parts } = partition {
-        let length = *shape.get(dim).ok_or("it is cut along a dimension that it has not")?;
+        let length =
+            *shape.get(dim).ok_or("it is sharded along a dimension that it does not have")?;
         if dim == 0 && parts == 1 {
             padded_dim0 = padded_dim0.next_multiple_of(tp);
         } else if parts == 0 || !length.is_multiple_of(parts * tp) {
             return Err(format!(
-                "dimension {dim} of {shape:?}, of {parts} parts, cannot be cut evenly over tp {tp}"
+                "dimension {dim} of {shape:?}, with {parts} parts, cannot be split evenly over tp {tp}"
             ));
         }
     }

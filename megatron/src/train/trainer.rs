@@ -131,7 +131,7 @@ impl Trainer {
     ) -> Result<Self> {
         if config.training.enable_cuda_graph && !can_record(device) {
             return Err(Error::config(format!(
-                "enable_cuda_graph records the work of a GPU, and this run computes on {}; leave it out, or compute on a GPU",
+                "enable_cuda_graph records the work of a GPU, but this run computes on {}; leave it out, or compute on a GPU",
                 kernels::tensor::device::name(device)
             )));
         }
@@ -499,9 +499,7 @@ impl Trainer {
     /// If data cannot be read or a peer fails.
     pub fn evaluate(&self, loader: &Loader, first: u64, iters: u64) -> Result<f64> {
         let loss = self.evaluate_until(loader, first, iters, &AtomicBool::new(false))?;
-        loss.ok_or_else(|| {
-            Error::config("internal error: an evaluation that nobody asked to stop stopped")
-        })
+        loss.ok_or_else(|| Error::config("internal error: an evaluation stopped without a request"))
     }
 
     /// As [`Trainer::evaluate`], but returns `None` if `stop` was set on any rank meanwhile.

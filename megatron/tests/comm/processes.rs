@@ -183,5 +183,5 @@ fn a_program_starts_its_own_ranks_and_one_that_fails_ends_the_others() {
     }
     run(false).unwrap();
     let message = run(true).unwrap_err().to_string();
-    assert!(message.contains("the others are stopped"), "{message}");
+    assert!(message.contains("the other ranks are stopped"), "{message}");
 }

@@ -288,7 +288,7 @@ fn a_program_that_is_silent_where_the_store_should_be_is_told_as_that() {
         .map(drop)
         .unwrap_err()
         .to_string();
-    assert!(message.contains("accepts connections, but says nothing for 5 s"), "{message}");
+    assert!(message.contains("accepts connections, but sends nothing for 5 s"), "{message}");
     assert!(message.contains("choose a MASTER_PORT that no other program uses"), "{message}");
 }
 
@@ -358,9 +358,9 @@ fn ranks_with_one_secret_meet_wherever_it_is() {
 fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() {
     let [none, a, b] = [Secret::default(), secret("a"), secret("b")];
     for (run, stranger, told) in [
-        (a.clone(), b, "it has another MEGATRON_RUN_SECRET"),
-        (a.clone(), none.clone(), "it has a MEGATRON_RUN_SECRET, and this process has none"),
-        (none, a, "it has no MEGATRON_RUN_SECRET, and this process has one"),
+        (a.clone(), b, "its MEGATRON_RUN_SECRET differs"),
+        (a.clone(), none.clone(), "it has a MEGATRON_RUN_SECRET, but this process has none"),
+        (none, a, "it has no MEGATRON_RUN_SECRET, but this process has one"),
     ] {
         let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
         let file = |_| Rendezvous::File { dir: dir.path().into() };
@@ -388,9 +388,9 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
         let reversed = match told {
             told if told.contains("another") => told.to_string(),
             told if told.contains(" no ") => {
-                "it has a MEGATRON_RUN_SECRET, and this process has none".into()
+                "it has a MEGATRON_RUN_SECRET, but this process has none".into()
             }
-            _ => "it has no MEGATRON_RUN_SECRET, and this process has one".into(),
+            _ => "it has no MEGATRON_RUN_SECRET, but this process has one".into(),
         };
         let heard = HEARD.lock().unwrap();
         let of = |how: &str| {

@@ -175,8 +175,9 @@ impl Family {
             });
         }
         let rule = map.rules.iter().find(|rule| rule.ours == pattern);
-        let rule = rule
-            .ok_or_else(|| format!("{self} models have nothing for the parameter {}", spec.name))?;
+        let rule = rule.ok_or_else(|| {
+            format!("{self} models have no tensor for the parameter {}", spec.name)
+        })?;
         let prefix = if prefixed { map.prefix } else { "" };
         let theirs = rule
             .theirs
@@ -214,7 +215,7 @@ impl Family {
                     }
                     Some((_, theirs)) if *theirs != shape => {
                         problems.push(format!(
-                            "{name} has shape {theirs:?}, config.json makes it {shape:?}"
+                            "{name} has shape {theirs:?}, but config.json makes it {shape:?}"
                         ));
                     }
                     Some((None, _)) => problems
@@ -226,7 +227,7 @@ impl Family {
             }
             if dtypes.len() > 1 {
                 problems.push(format!(
-                    "{} have different dtypes and make up one parameter",
+                    "{} form one parameter but have different dtypes",
                     parameter.theirs.join(", ")
                 ));
             }
@@ -249,7 +250,7 @@ impl Family {
         problems.truncate(SHOWN);
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
         Err(format!(
-            "the tensors are not those of the {self} model that config.json describes: {}{more}",
+            "the tensors do not match the {self} model that config.json describes: {}{more}",
             problems.join("; ")
         ))
     }

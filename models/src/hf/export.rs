@@ -148,11 +148,12 @@ fn temporary(out: &Path) -> Result<(PathBuf, Option<File>)> {
     if fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some()) || out.is_file() {
         return Err(Error::checkpoint(
             out,
-            "is there already and not empty; export to another folder",
+            "already exists and is not empty; export to another folder",
         ));
     }
-    let name =
-        out.file_name().ok_or_else(|| Error::checkpoint(out, "is no name for a new folder"))?;
+    let name = out
+        .file_name()
+        .ok_or_else(|| Error::checkpoint(out, "is not a valid name for a new folder"))?;
     let parent =
         out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
@@ -260,7 +261,7 @@ fn refuse_overflow(value: &[u8], dtype: Float, name: &str) -> Result<()> {
     let is_infinite = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]) & 0x7fff == 0x7c00;
     if dtype == Float::F16 && value.chunks_exact(2).any(is_infinite) {
         return Err(Error::config(format!(
-            "{name} has numbers beyond 65504, the largest of fp16; export with --dtype bf16 or fp32"
+            "{name} has values beyond 65504, the largest in fp16; export with --dtype bf16 or fp32"
         )));
     }
     Ok(())
@@ -359,7 +360,10 @@ fn generation_config(beside: &Path) -> Result<Option<Map<String, Value>>> {
     let path = beside.join(GENERATION_CONFIG);
     match files::read(&path, MAX_GENERATION_CONFIG) {
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|e| {
-            Error::checkpoint(&path, format!("is no JSON object: {e}; copy it again, or remove it"))
+            Error::checkpoint(
+                &path,
+                format!("is not a JSON object: {e}; copy it again, or remove it"),
+            )
         }),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Error::io("read", &path, error)),

@@ -161,7 +161,7 @@ impl<'a> Fields<'a> {
         // Larger numbers are not sizes of a model and would only overflow.
         let int = value.as_u64().and_then(|v| u32::try_from(v).ok()).filter(|v| *v < 1 << 31);
         int.map(|v| Some(v as usize))
-            .ok_or_else(|| format!("{name} is {value}, not a whole number of a model's size"))
+            .ok_or_else(|| format!("{name} is {value}, not a whole number in the supported range"))
     }
 
     /// A required number with any of `names`.
@@ -194,7 +194,7 @@ impl<'a> Fields<'a> {
     pub fn must_be(&mut self, name: &str, default: bool, only: bool) -> Read<()> {
         match self.bool(name, default)? {
             value if value == only => Ok(()),
-            value => Err(format!("{name} {value} is not available; only {only} is")),
+            value => Err(format!("{name} {value} is not supported; only {only} is")),
         }
     }
 
@@ -204,7 +204,7 @@ impl<'a> Fields<'a> {
         match value.as_str() {
             Some(text) if allowed.contains(&text) => Ok(()),
             _ => Err(format!(
-                "{name} {value} is not available; available are {}",
+                "{name} {value} is not supported; supported are {}",
                 allowed.join(", ")
             )),
         }
@@ -213,7 +213,7 @@ impl<'a> Fields<'a> {
     pub fn must_number(&mut self, name: &str, only: f64) -> Read<()> {
         match self.float(name, only)? {
             value if value == only => Ok(()),
-            value => Err(format!("{name} {value} is not available; only {only} is")),
+            value => Err(format!("{name} {value} is not supported; only {only} is")),
         }
     }
 
@@ -222,7 +222,7 @@ impl<'a> Fields<'a> {
         match heads {
             0 => Err("describes attention without heads".into()),
             _ if !hidden.is_multiple_of(heads) => {
-                Err(format!("hidden size {hidden} is no multiple of {heads} heads"))
+                Err(format!("hidden size {hidden} is not a multiple of {heads} heads"))
             }
             _ => Ok(hidden / heads),
         }
@@ -237,8 +237,8 @@ impl<'a> Fields<'a> {
             // bitsandbytes leaves this even if it did nothing.
             if !(method == "bitsandbytes" && off("load_in_4bit") && off("load_in_8bit")) {
                 return Err(format!(
-                    "has {name} (method {method}): its weights are quantized, and only whole ones are read; take the model that \
-                     it was made from, or dequantize it with transformers"
+                    "has {name} (method {method}): its weights are quantized, which is not \
+                     supported; use the original model, or dequantize it with transformers"
                 ));
             }
         }
@@ -266,7 +266,7 @@ impl<'a> Fields<'a> {
         let unknown: Vec<String> =
             unknown.into_iter().map(|(name, value)| format!("{name} = {value}")).collect();
         Err(format!(
-            "sets what is not known here and could change the result: {}; remove fields that no result depends on",
+            "has unknown settings that could change the result: {}; remove the fields that do not",
             unknown.join(", ")
         ))
     }

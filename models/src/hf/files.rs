@@ -36,13 +36,16 @@ fn no_weights(folder: &Path) -> String {
     };
     if let Some(name) = with("pytorch_model", ".bin").or(with("pytorch_model", ".json")) {
         return format!(
-            "has its weights in PyTorch's own format ({name}), a program that is not run here; write them as safetensors with \
-             transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), with the tokenizer likewise, and name NEW"
+            "has its weights in PyTorch's pickle format ({name}), which can run code and is not \
+             read; write them as safetensors with transformers: \
+             AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), do the same with the \
+             tokenizer, and give NEW"
         );
     }
     if let Some(name) = with("consolidated", "").or(with("", ".pth")).or(with("", ".gguf")) {
         return format!(
-            "has its weights in a format that is not read ({name}); take the model's folder in the format of transformers, with {SINGLE}"
+            "has its weights in a format that is not supported ({name}); use the model's folder in \
+             the format of transformers, with {SINGLE}"
         );
     }
     format!("holds neither {SINGLE} nor {INDEX}")
@@ -89,7 +92,7 @@ impl HfFiles {
     fn sharded(folder: &Path, path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_INDEX_BYTES).map_err(|e| Error::io("read", path, e))?;
         let index: Index = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::checkpoint(path, format!("is no index: {e}")))?;
+            .map_err(|e| Error::checkpoint(path, format!("is not an index: {e}")))?;
         let mut names: Vec<&String> = index.weight_map.values().collect();
         names.sort_unstable();
         names.dedup();

@@ -69,7 +69,7 @@ pub fn refuse_model_folder(checkpoints: &Path) -> Result<()> {
         return Ok(());
     }
     let message = format!(
-        "is the folder of a Hugging Face model, as it has a {CONFIG}; name another one for checkpoints"
+        "is the folder of a Hugging Face model (it has a {CONFIG}); give another folder for checkpoints"
     );
     Err(Error::checkpoint(checkpoints, message))
 }

@@ -61,7 +61,7 @@ impl HfModel {
             return Err(Error::checkpoint(
                 files.folder(),
                 format!(
-                    "{LM_HEAD} differs from {words}, though config.json ties them; set tie_word_embeddings to false"
+                    "{LM_HEAD} differs from {words}, although config.json ties them; set tie_word_embeddings to false"
                 ),
             ));
         }
@@ -110,7 +110,7 @@ impl HfModel {
                 Some(what) => Err(Error::checkpoint(
                     self.files.folder(),
                     format!(
-                        "{name} holds {what}: training broke there, or the file was damaged; take another version of the model"
+                        "{name} holds {what}: training diverged, or the file is damaged; use another version of the model"
                     ),
                 )),
             }
@@ -149,7 +149,7 @@ impl HfModel {
             let refuse = |message: String| Error::checkpoint(self.files.folder(), message);
             let at = *index
                 .get(spec.name.as_str())
-                .ok_or_else(|| refuse(format!("has nothing for {}", spec.name)))?;
+                .ok_or_else(|| refuse(format!("has no tensor for {}", spec.name)))?;
             let Raw { dtype, shape, bytes } = self.read(at)?;
             let resized =
                 resized.filter(|_| [WORD_EMBEDDINGS, OUTPUT_LAYER].contains(&spec.name.as_str()));
@@ -196,7 +196,7 @@ fn plan(config: &HfConfig, files: &HfFiles) -> Result<Plan> {
         held.values().filter(|(_, shape)| !shape.contains(&0)).flat_map(|(_, shape)| shape).max();
     let largest = largest.map_or(SMALL_EXTENT, |&extent| extent.max(SMALL_EXTENT));
     bounded(model, largest, held.len()).map_err(|why| {
-        refuse(format!("config.json describes a model that is not in the files: {why}"))
+        refuse(format!("config.json describes a model that does not match the files: {why}"))
     })?;
     let plan = config.family.plan_file(&Gpt::specs(model)?, &QkvShape::of(model), held);
     plan.map_err(refuse)

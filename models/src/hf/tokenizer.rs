@@ -114,7 +114,7 @@ pub(super) fn write(
     }
     let bare = removes.then(|| {
         format!(
-            "training put no tokens around a text, and {TOKENIZER_FILE} was written without the template that puts them there"
+            "training added no tokens around texts, so {TOKENIZER_FILE} was written without the template that adds them"
         )
     });
     let notes: Vec<String> = note.into_iter().chain(bare).collect();
@@ -308,7 +308,7 @@ fn spelling(token: &Value) -> Option<String> {
 fn object(path: &Path) -> Result<Map<String, Value>> {
     match files::read(path, MAX_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
-            Error::data(path, format!("is no JSON object: {error}; copy it again, or remove it"))
+            Error::data(path, format!("is not a JSON object: {error}; copy it again, or remove it"))
         }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Map::new()),
         Err(error) => Err(Error::io("read", path, error)),

@@ -67,16 +67,16 @@ impl Archive {
         file.seek(SeekFrom::Start(start)).map_err(|e| e.to_string())?;
         let window = BufReader::new(Window { file, start, length, at: 0 });
         let zip =
-            ZipArchive::new(window).map_err(|e| format!("is no archive of torch.save: {e}"))?;
+            ZipArchive::new(window).map_err(|e| format!("is not an archive of torch.save: {e}"))?;
         let root = zip.file_names_raw().find_map(|name| name.strip_suffix(b"data.pkl"));
         let root = root.filter(|root| root.is_empty() || root.ends_with(b"/"));
         let root = root.and_then(|root| String::from_utf8(root.to_vec()).ok());
-        let root = root.ok_or("is no archive of torch.save: it has no data.pkl")?;
+        let root = root.ok_or("is not an archive of torch.save: it has no data.pkl")?;
         let mut archive = Self { zip, root };
         // Older versions do not record it; they wrote on little-endian machines.
         let order = archive.entry("byteorder", 16).unwrap_or_else(|_| b"little".to_vec());
         if order != b"little" {
-            return Err("was written on a big-endian machine, and is not available here".into());
+            return Err("was written on a big-endian machine, which is not supported".into());
         }
         Ok(archive)
     }
@@ -94,7 +94,7 @@ impl Archive {
         let entry = self.zip.by_name(&path).map_err(|e| format!("its {path}: {e}"))?;
         if entry.size() > most {
             return Err(format!(
-                "its {path} has {} bytes, and {most} at most are sensible",
+                "its {path} has {} bytes, but at most {most} are plausible",
                 entry.size()
             ));
         }
@@ -116,7 +116,7 @@ impl Archive {
             .ok_or("does not hold a tensor as torch.save writes one")?;
         if described.dtype != dtype {
             return Err(format!(
-                "holds a tensor of {}, where .metadata says {dtype}",
+                "holds a tensor of {}, but .metadata says {dtype}",
                 described.dtype
             ));
         }
@@ -125,7 +125,7 @@ impl Archive {
             .filter(|&n| shape[..n].iter().all(|&len| len == 1) && shape[n..] == described.shape);
         let Some(leading) = leading else {
             return Err(format!(
-                "holds a tensor of shape {:?}, where .metadata says {shape:?}",
+                "holds a tensor of shape {:?}, but .metadata says {shape:?}",
                 described.shape
             ));
         };
@@ -133,7 +133,7 @@ impl Archive {
         if bytes.len() as u64 != described.bytes()?
             || described.end().is_none_or(|end| end > described.numel)
         {
-            return Err(format!("has {} bytes, which are not those of its tensor", bytes.len()));
+            return Err(format!("has {} bytes, which do not match its tensor", bytes.len()));
         }
         let strides = vec![0; leading].into_iter().chain(described.strides).collect();
         Ok(Strided { bytes, offset: described.offset, strides })
@@ -185,7 +185,9 @@ impl<'p> Described<'p> {
         let bytes = (self.numel as u64)
             .checked_mul(self.dtype.size() as u64)
             .filter(|&bytes| bytes < 1 << 48);
-        bytes.ok_or_else(|| format!("holds a tensor of {} elements, which none has", self.numel))
+        bytes.ok_or_else(|| {
+            format!("holds a tensor of {} elements, which is impossible", self.numel)
+        })
     }
 
     /// One past the tensor's last element in the storage.
@@ -256,8 +258,8 @@ mod tests {
             (ask("FloatStorage", [3, 1], 24, &[3]), "shape [2, 3]"),
             (ask("HalfStorage", [3, 1], 12, &[2, 3]), "holds a tensor of"),
             (ask("LongStorage", [3, 1], 48, &[2, 3]), "does not hold a tensor"),
-            (ask("FloatStorage", [4, 1], 24, &[2, 3]), "not those of its tensor"),
-            (ask("FloatStorage", [3, 1], 20, &[2, 3]), "not those of its tensor"),
+            (ask("FloatStorage", [4, 1], 24, &[2, 3]), "do not match its tensor"),
+            (ask("FloatStorage", [3, 1], 20, &[2, 3]), "do not match its tensor"),
             (ask("FloatStorage", [3, 1], 28, &[2, 3]), "24 at most"),
         ] {
             let message = what.err().unwrap_or_default();

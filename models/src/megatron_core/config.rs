@@ -79,8 +79,9 @@ impl<'p> Args<'p> {
     /// If there are none.
     pub fn of(common: Value<'p>) -> Read<Self> {
         let args = common.get("args").ok_or(
-            "has no args: Megatron-LM records them, and without them (dist_checkpointing used directly, NeMo) the architecture is not known; \
-             export the model to Hugging Face's format with the tool that trained it, and import that",
+            "has no args, which Megatron-LM records, so the architecture is unknown (NeMo and \
+             direct use of dist_checkpointing write none); export the model to Hugging Face's \
+             format with the tool that trained it, and import that",
         )?;
         match args.class() {
             Some(("argparse", "Namespace")) if args.state().and_then(Value::entries).is_some() => {
@@ -106,7 +107,7 @@ impl<'p> Args<'p> {
 
     pub fn optional_int(self, name: &str) -> Read<Option<usize>> {
         // Larger numbers are not sizes of a model and would only overflow.
-        self.read(name, "a whole number of a model's size", |value| {
+        self.read(name, "a whole number in the supported range", |value| {
             value.size().filter(|&size| size < 1 << 31)
         })
     }
@@ -142,7 +143,7 @@ impl<'p> Args<'p> {
         if set.is_empty() {
             Ok(())
         } else {
-            Err(format!("sets what is not available here: {}", set.join(", ")))
+            Err(format!("has settings that are not supported: {}", set.join(", ")))
         }
     }
 
@@ -150,7 +151,7 @@ impl<'p> Args<'p> {
     fn vocabulary(self, padded: usize, given: Option<usize>) -> Read<Vocabulary> {
         if let Some(size) = given {
             return match size {
-                0 => Err("a vocabulary has at least one token: --vocab-size 0".into()),
+                0 => Err("--vocab-size 0: a vocabulary has at least one token".into()),
                 _ if size > padded => Err(format!(
                     "--vocab-size {size} is more than the {padded} rows of its word embeddings"
                 )),
@@ -190,18 +191,18 @@ impl<'p> Args<'p> {
             && recorded != padded
         {
             return Err(format!(
-                "padded_vocab_size is {recorded}, and its word embeddings have {padded} rows"
+                "padded_vocab_size is {recorded}, but its word embeddings have {padded} rows"
             ));
         }
         if let Some(kind) = self.name("softmax_type")?.filter(|kind| *kind != "vanilla") {
-            return Err(format!("softmax_type {kind:?} is not available; only \"vanilla\" is"));
+            return Err(format!("softmax_type {kind:?} is not supported; only \"vanilla\" is"));
         }
         let vocabulary = self.vocabulary(padded, given)?;
         let (layers, hidden, heads) =
             (self.int("num_layers")?, self.int("hidden_size")?, self.int("num_attention_heads")?);
         if layers > MOST_LAYERS {
             return Err(format!(
-                "num_layers is {layers}; more than {MOST_LAYERS} are taken for a mistake"
+                "num_layers is {layers}; more than {MOST_LAYERS} count as a mistake"
             ));
         }
         // Without this flag num_query_groups has no meaning.
@@ -212,7 +213,7 @@ impl<'p> Args<'p> {
         };
         if heads == 0 || groups == 0 || !heads.is_multiple_of(groups) {
             return Err(format!(
-                "num_attention_heads {heads} is no multiple of {groups} query groups"
+                "num_attention_heads {heads} is not a multiple of {groups} query groups"
             ));
         }
         let bias_linear = self.bool("add_bias_linear", true)?;
@@ -245,7 +246,7 @@ impl<'p> Args<'p> {
                 "RMSNorm" => Normalization::RMSNorm,
                 other => {
                     return Err(format!(
-                        "normalization {other:?} is not available; LayerNorm and RMSNorm are"
+                        "normalization {other:?} is not supported; LayerNorm and RMSNorm are"
                     ));
                 }
             },
@@ -277,18 +278,18 @@ impl<'p> Args<'p> {
             "rope" => {}
             other => {
                 return Err(format!(
-                    "position_embedding_type {other:?} is not available; learned_absolute, rope and none are"
+                    "position_embedding_type {other:?} is not supported; learned_absolute, rope and none are"
                 ));
             }
         }
         if let Some(part) = self.optional_float("rotary_percent")?.filter(|part| *part != 1.0) {
-            return Err(format!("rotary_percent {part} is not available; only 1 is"));
+            return Err(format!("rotary_percent {part} is not supported; only 1 is"));
         }
         let interpolation = self.optional_float("rotary_seq_len_interpolation_factor")?;
         let scaling = match (self.bool("use_rope_scaling", false)?, interpolation) {
             (true, Some(factor)) => {
                 return Err(format!(
-                    "use_rope_scaling with rotary_seq_len_interpolation_factor {factor} is not available"
+                    "use_rope_scaling with rotary_seq_len_interpolation_factor {factor} is not supported"
                 ));
             }
             (true, None) => {
@@ -313,8 +314,8 @@ impl<'p> Args<'p> {
         let fused = self.bool("bias_gelu_fusion", false)? && bias_linear;
         if !fused || self.bool("use_te_activation_func", false)? {
             return Err(
-                "computes GELU exactly (bias_gelu_fusion False, or add_bias_linear False), which is not available; GELU by tanh \
-                 (bias_gelu_fusion True) and SwiGLU are"
+                "computes GELU exactly (bias_gelu_fusion False, or add_bias_linear False), which \
+                 is not supported; GELU with tanh (bias_gelu_fusion True) and SwiGLU are"
                     .into(),
             );
         }

@@ -16,7 +16,8 @@ const LEGACY: &str = "mp_rank_";
 /// The file of this program's own checkpoints.
 const MANIFEST: &str = "manifest.json";
 const MAX_SMALL_BYTES: u64 = 1 << 16;
-const CONVERT: &str = "convert it with Megatron-LM: --load it there with --ckpt-convert-format torch_dist --ckpt-convert-save DIR";
+const CONVERT: &str = "convert it with Megatron-LM: load it there with --load, \
+    --ckpt-convert-format torch_dist and --ckpt-convert-save DIR";
 
 /// Whether `folder` looks like a Megatron-LM checkpoint, or a folder of them, in any format.
 pub fn is_megatron(folder: &Path) -> bool {
@@ -36,7 +37,10 @@ pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
             Ok(iteration) => format!("iter_{iteration:07}"),
             Err(_) if text.trim() == "release" => "release".into(),
             Err(_) => {
-                return Err(Error::checkpoint(&pointer, "names neither an iteration nor release"));
+                return Err(Error::checkpoint(
+                    &pointer,
+                    "names neither an iteration nor `release`",
+                ));
             }
         };
         folder.join(name)
@@ -49,28 +53,30 @@ pub(super) fn checkpoint_folder(folder: &Path) -> Result<PathBuf> {
     }
     if has_legacy(&path) {
         return refuse(format!(
-            "has Megatron-LM's format torch (mp_rank_…/model_optim_rng.pt), which is not read; {CONVERT}"
+            "has Megatron-LM's format torch (mp_rank_…/model_optim_rng.pt), which is not supported; {CONVERT}"
         ));
     }
     if !path.join(FORMAT).exists() {
         let what = if path.join(METADATA).exists() {
             "torch_dcp or fsdp_dtensor"
         } else {
-            "no format known here"
+            "an unknown format"
         };
         return refuse(format!(
-            "has no {FORMAT}: it is of {what}, and torch_dist is read; {CONVERT}"
+            "has no {FORMAT}: it is in {what}, but only torch_dist is supported; {CONVERT}"
         ));
     }
     let format: Format = serde_json::from_str(&small_file(&path.join(FORMAT))?).map_err(|e| {
         Error::checkpoint(
             path.join(FORMAT),
-            format!("does not say which format the checkpoint has: {e}"),
+            format!("does not record the format of the checkpoint: {e}"),
         )
     })?;
     match format.sharded_backend.as_str() {
         "torch_dist" => Ok(path),
-        other => refuse(format!("has the format {other}, and torch_dist is read; {CONVERT}")),
+        other => {
+            refuse(format!("has the format {other}, but only torch_dist is supported; {CONVERT}"))
+        }
     }
 }
 

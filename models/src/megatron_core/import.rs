@@ -45,7 +45,7 @@ pub fn import(
     refuse_model_folder(checkpoints)?;
     if is_megatron(checkpoints) && !holds_any(checkpoints)? {
         let message =
-            "holds what Megatron-LM wrote; name another folder for this program's checkpoints";
+            "holds checkpoints of Megatron-LM; give another folder for this program's checkpoints";
         return Err(Error::checkpoint(checkpoints, message));
     }
     let model = MegatronModel::open(folder, vocab_size)?;

@@ -101,7 +101,7 @@ impl MegatronModel {
             Some(what) => Err(Error::checkpoint(
                 self.storage.folder(),
                 format!(
-                    "{key} holds {what} (in {}): training broke before it was saved; take an earlier checkpoint",
+                    "{key} holds {what} (in {}): training diverged before it was saved; use an earlier checkpoint",
                     spec.name
                 ),
             )),
@@ -139,7 +139,7 @@ fn plan(
     let largest = tensors.values().flat_map(|tensor| &tensor.shape).copied().max().unwrap_or(0);
     // All layers may be in one tensor.
     bounded(model, largest, largest.max(tensors.len())).map_err(|why| {
-        format!("its args describe a model that its tensors are too small for: {why}")
+        format!("its args describe a model that is too large for its tensors: {why}")
     })?;
     let specs = Gpt::specs(model).map_err(|e| e.to_string())?;
     let (mut parameters, mut used, mut problems) = (Vec::new(), BTreeSet::new(), Vec::new());
@@ -159,7 +159,7 @@ fn plan(
             None => problems.push(format!("{key} is missing (for {})", spec.name)),
             Some(stored) if stored.shape != shape => {
                 problems.push(format!(
-                    "{key} has shape {:?}, its args make it {shape:?}",
+                    "{key} has shape {:?}, but its args make it {shape:?}",
                     stored.shape
                 ));
             }
@@ -181,7 +181,7 @@ fn plan(
     problems.truncate(SHOWN);
     let more = if more > 0 { format!("; and {more} more") } else { String::new() };
     Err(format!(
-        "its tensors are not those of the model that its args describe: {}{more}",
+        "its tensors do not match the model that its args describe: {}{more}",
         problems.join("; ")
     ))
 }

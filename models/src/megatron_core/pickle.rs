@@ -73,8 +73,9 @@ impl<'a> Pickle<'a> {
             marks: Vec::new(),
             memo: HashMap::new(),
         };
-        let root =
-            reader.run().map_err(|why| format!("is no pickle: {why} at byte {}", reader.at))?;
+        let root = reader
+            .run()
+            .map_err(|why| format!("is not a valid pickle: {why} at byte {}", reader.at))?;
         Ok(Self { nodes: reader.nodes, root })
     }
 
@@ -96,7 +97,7 @@ struct Reader<'a> {
 impl<'a> Reader<'a> {
     fn run(&mut self) -> Read<Id> {
         if self.take(1)? != [0x80] || !(2..=5).contains(&self.byte()?) {
-            return Err("it does not begin as one of protocol 2 to 5".into());
+            return Err("it does not begin with protocol 2 to 5".into());
         }
         loop {
             match self.byte()? {
@@ -230,7 +231,7 @@ impl<'a> Reader<'a> {
                 let index = self.array().map(u32::from_le_bytes)?;
                 self.recall(index)?;
             }
-            other => return Err(format!("opcode {other:#04x} is not known")),
+            other => return Err(format!("opcode {other:#04x} is unknown")),
         }
         Ok(())
     }
@@ -322,15 +323,14 @@ impl<'a> Reader<'a> {
     fn remember(&mut self, index: u32) -> Read<()> {
         // Each remembered value was created just before.
         if self.memo.len() > self.nodes.len() {
-            return Err("it remembers more values than it has".into());
+            return Err("it memoizes more values than it has".into());
         }
         self.memo.insert(index, self.top()?);
         Ok(())
     }
 
     fn recall(&mut self, index: u32) -> Read<()> {
-        let id =
-            self.memo.get(&index).ok_or_else(|| format!("value {index} was not remembered"))?;
+        let id = self.memo.get(&index).ok_or_else(|| format!("value {index} was not memoized"))?;
         self.stack.push(*id);
         Ok(())
     }

@@ -114,7 +114,7 @@ impl Storage {
                 }
                 // Objects: states of Transformer Engine and of random number generators.
                 Some((_, "BytesStorageMetadata")) => {}
-                _ => return Err(format!("{key}: is {}, which is not known", tensor.shown())),
+                _ => return Err(format!("{key}: is {}, which is unknown", tensor.shown())),
             }
         }
         Ok(())
@@ -147,13 +147,13 @@ impl Storage {
                 ))
             };
             let (offset, path, start, length) =
-                read().ok_or_else(|| format!("does not say where {name} lies"))?;
+                read().ok_or_else(|| format!("does not say where {name} is stored"))?;
             let transforms = info.attribute("transform_descriptors");
             if transforms.is_some_and(|list| {
                 !list.is_none() && list.items().is_none_or(|list| list.len() > 0)
             }) {
                 return Err(format!(
-                    "{name} is stored compressed, or otherwise transformed, which is not available"
+                    "{name} is stored compressed or otherwise transformed, which is not supported"
                 ));
             }
             let mut parts = Path::new(path).components();
@@ -182,7 +182,8 @@ impl Storage {
                 let (path, held) = (&self.files[item.file], sizes[item.file]);
                 if item.start.checked_add(item.length).is_none_or(|end| end > held) {
                     let message = format!(
-                        "has {held} bytes, and {name} lies behind them; it was cut off or is another's"
+                        "has {held} bytes, but {name} is stored after them; the file was truncated \
+                         or belongs to another checkpoint"
                     );
                     return Err(Error::checkpoint(path, message));
                 }
@@ -191,14 +192,17 @@ impl Storage {
                 if least.is_none_or(|least| least > item.length) {
                     return Err(Error::checkpoint(
                         path,
-                        format!("has {} bytes for {shape:?} of {name}", item.length),
+                        format!(
+                            "has {} bytes for {shape:?} of {name}, which do not match",
+                            item.length
+                        ),
                     ));
                 }
                 used[item.file] = used[item.file].saturating_add(item.length);
                 if used[item.file] > held {
                     return Err(Error::checkpoint(
                         path,
-                        format!("has {held} bytes, and {METADATA} places more in it"),
+                        format!("has {held} bytes, but {METADATA} places more in it"),
                     ));
                 }
             }
@@ -240,7 +244,7 @@ impl Storage {
             let tensor = tensor.map_err(|why| {
                 Error::checkpoint(
                     path,
-                    format!("what it has of {name} at byte {} {why}", piece.item.start),
+                    format!("its piece of {name} at byte {} {why}", piece.item.start),
                 )
             })?;
             common.copy(
@@ -309,7 +313,7 @@ impl Stored {
         let numel: usize = self.shape.iter().product();
         if covered != numel {
             return Err(format!(
-                "its pieces have {covered} of its {numel} elements; the checkpoint is not whole"
+                "its pieces have {covered} of its {numel} elements; the checkpoint is incomplete"
             ));
         }
         Ok(())
@@ -334,19 +338,18 @@ fn stored<'p>(key: &'p str, tensor: Value, items: &mut Items<'p>) -> Found<Store
             .try_fold(1usize, |all, &len| all.checked_mul(len))
             .is_none_or(|n| n >> 48 > 0)
     {
-        return Err(format!("has shape {shape:?}, which no tensor has"));
+        return Err(format!("has shape {shape:?}, which is impossible"));
     }
     let chunks = tensor.attribute("chunks").and_then(Value::items).ok_or("has no pieces")?;
     let mut pieces = Vec::new();
     for chunk in chunks {
         let of = |name| chunk.attribute(name).and_then(extents);
         let (offset, shape) =
-            of("offsets").zip(of("sizes")).ok_or("has a piece without a place")?;
+            of("offsets").zip(of("sizes")).ok_or("has a piece without a location")?;
         // Removed from the map, so that a list of pieces cannot cost more than the existing data.
         let item = items.remove(&(key, offset.clone()));
-        let item = item.ok_or_else(|| {
-            format!("there are no data, or data for two, of its piece at {offset:?}")
-        })?;
+        let item =
+            item.ok_or_else(|| format!("its piece at {offset:?} has no data, or data twice"))?;
         pieces.push(Piece { offset, shape, item });
     }
     let stored = Stored { dtype, shape, pieces };

@@ -125,7 +125,7 @@ fn what_the_model_here_has_not_is_refused_by_name() {
         (&[("norm_epsilon", Py::None)], "norm_epsilon"),
         (&[("norm_epsilon", Py::Float(1e-5)), ("layernorm_epsilon", Py::Float(1e-6))], "differ"),
         (&[("num_query_groups", Py::Int(3))], "3 query groups"),
-        (&[("num_attention_heads", Py::Int(0))], "0 is no multiple"),
+        (&[("num_attention_heads", Py::Int(0))], "0 is not a multiple"),
         (&[("hidden_size", Py::Str("32"))], "hidden_size is \"32\""),
         (&[("hidden_size", Py::Int(-32))], "hidden_size is -32"),
         (&[("num_layers", Py::Int(1 << 20))], "num_layers"),
@@ -226,19 +226,22 @@ fn what_is_no_pickle_is_refused_with_the_place() {
         (b"\x80\x02}(K\x02u.", "no value"),
         (b"\x80\x02}K\x02b.", "no object"),
         (b"\x80\x02K\x01K\x02\x93.", "no name"),
-        (b"\x80\x02h\x05.", "not remembered"),
+        (b"\x80\x02h\x05.", "not memoized"),
         (b"\x80\x02X\xff\xff\xff\xffa.", "ends early"),
         (b"\x80\x02\x8d\xff\xff\xff\xff\xff\xff\xff\xffa.", "ends early"),
-        (b"\x80\x02\xf0.", "0xf0 is not known"),
+        (b"\x80\x02\xf0.", "0xf0 is unknown"),
     ] {
         let message = Pickle::parse(bytes).err().unwrap_or_default();
-        assert!(message.contains("is no pickle") && message.contains(why), "{why}: {message}");
+        assert!(
+            message.contains("is not a valid pickle") && message.contains(why),
+            "{why}: {message}"
+        );
     }
     // One byte per value.
     let many = [&b"\x80\x02"[..], &b"]".repeat(10_000), b"."].concat();
     assert!(Pickle::parse(&many).err().unwrap().contains("more values than its size allows"));
     let many = [&b"\x80\x04N"[..], &b"\x94".repeat(10_000), b"."].concat();
-    assert!(Pickle::parse(&many).err().unwrap().contains("remembers more values"));
+    assert!(Pickle::parse(&many).err().unwrap().contains("memoizes more values"));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A checkpoint in place of a run file: the settings that it records, as the run file that would
-//! say them.
+//! Uses a checkpoint in place of a run file: turns its recorded settings into the equivalent run
+//! file.
 
 mod text;
 
@@ -17,23 +17,23 @@ use super::run_file::{self, Setting};
 use crate::error::{Error, Result};
 use text::{Places, text_of};
 
-/// Where the settings of a run come from that neither flags nor a run file say.
+/// The source of the settings that neither flags nor a run file give.
 #[derive(Clone, Debug)]
 pub struct Recorded {
     /// The checkpoint's folder.
     pub path: PathBuf,
     pub model: ModelConfig,
-    /// Sections that it does not record.
+    /// Sections that the checkpoint does not record.
     pub lacks: Vec<&'static str>,
 }
 
 impl Recorded {
-    /// What messages cite for its settings.
+    /// The origin that messages cite for its settings.
     pub fn origin(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// What of the model no setting can say.
+    /// Sets the parts of the model that no setting can express.
     pub fn complete(&self, model: &mut ModelConfig, is_given: impl Fn(&str) -> bool) {
         let theirs = &self.model;
         if !is_given("sliding_window") {
@@ -49,7 +49,7 @@ impl Recorded {
     }
 }
 
-/// Settings of which each run has one at least.
+/// Every run needs at least one setting of each group.
 const REQUIRED: [&[&str]; 8] = [
     &["num_layers"],
     &["hidden_size"],
@@ -61,7 +61,7 @@ const REQUIRED: [&[&str]; 8] = [
     &["lr"],
 ];
 
-/// The layout: a run has its own as a whole, or the checkpoint's.
+/// The layout is taken as a whole: either the run's own or the checkpoint's.
 const LAYOUT: [&str; 17] = [
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -82,7 +82,7 @@ const LAYOUT: [&str; 17] = [
     "num_distributed_optimizer_instances",
 ];
 
-/// Settings of a loss scale that adapts itself.
+/// Settings of a dynamic loss scale.
 const DYNAMIC: [&str; 5] = [
     "initial_loss_scale",
     "min_loss_scale",
@@ -91,7 +91,7 @@ const DYNAMIC: [&str; 5] = [
     "consecutive_hysteresis",
 ];
 
-/// Where one of the first settings is given, the second ones are not the checkpoint's either.
+/// If one of the first settings is given, the second ones are not taken from the checkpoint.
 const TOGETHER: [(&[&str], &[&str]); 11] = [
     (&LAYOUT, &LAYOUT),
     (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16"]),
@@ -115,12 +115,12 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
     (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
 ];
 
-/// What the checkpoint says beneath `gathered`, if it is to be asked: where --use-checkpoint-args
-/// says so, or there is no run file and something is missing. `has_world`: a launcher has made the
-/// world, so that the number of replicas follows.
+/// The checkpoint's settings for what `gathered` leaves open. The checkpoint is read only with
+/// --use-checkpoint-args, or without a run file if a required setting is missing. `has_world`: a
+/// launcher created the world, which determines the number of replicas.
 ///
 /// # Errors
-/// If there is a checkpoint and it cannot be read.
+/// If a checkpoint exists but cannot be read.
 pub fn beneath(
     gathered: &Gathered,
     has_run_file: bool,
@@ -154,7 +154,7 @@ pub fn beneath(
     let unusable = |(_, message): run_file::Problem| {
         megatron::Error::checkpoint(
             &path,
-            format!("what it records of its run cannot be used: {message}"),
+            format!("its recorded settings cannot be used: {message}"),
         )
     };
     let file = run_file::parse(&text_of(&run, &places)?).map_err(unusable)?;
@@ -176,8 +176,8 @@ pub fn beneath(
     Ok(Some((Recorded { path, lacks: run.lacks(), model: run.model }, settings)))
 }
 
-/// Where a run goes on saving that names no folder: where its checkpoints are. One that starts from
-/// the weights alone, or from one checkpoint that is named, has to name it.
+/// The folder where a run without --save saves: the folder of its checkpoints. A run that takes
+/// only weights, or that loads one named checkpoint, must name the folder itself.
 fn save_folder<'a>(gathered: &Gathered, load: &'a Path, path: &Path) -> Option<&'a Path> {
     let checkpoint = &gathered.flags.checkpoint;
     (checkpoint.save.is_none() && !checkpoint.finetune && load != path).then_some(load)

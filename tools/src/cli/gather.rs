@@ -1,5 +1,5 @@
-//! The settings of `pretrain`: those of its run file under those of its command line, and what
-//! becomes of other programs' flags.
+//! Merges the settings of `pretrain`: the command line overrides the run file. Also handles flags
+//! of other programs.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,13 +21,13 @@ pub struct Gathered {
     pub flags: Flags,
     /// By key: `--num-layers`, `run.toml:7`, or `saved/iter_0000100`.
     pub origins: BTreeMap<String, String>,
-    /// Flags and keys of Megatron-LM that change nothing here.
+    /// Flags and keys of Megatron-LM that have no effect here.
     pub passed_over: Vec<String>,
-    /// The checkpoint that says what flags and run file do not, if one does.
+    /// The checkpoint that supplies settings missing from flags and run file, if any.
     pub recorded: Option<Recorded>,
 }
 
-/// Settings that say the same thing in different units; a run has one of each.
+/// Groups of settings for the same value in different units; a run has one of each group.
 pub(crate) const SAME_THING: [&[&str]; 7] = [
     &["train_iters", "train_samples"],
     &["lr_decay_iters", "lr_decay_samples"],
@@ -38,7 +38,7 @@ pub(crate) const SAME_THING: [&[&str]; 7] = [
     &["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"],
 ];
 
-/// The settings that say what `key` says, itself among them.
+/// The settings equivalent to `key`, including `key`.
 pub(super) fn ways_to_say(key: &str) -> &'static [&'static str] {
     SAME_THING.into_iter().find(|keys| keys.contains(&key)).unwrap_or_default()
 }
@@ -48,18 +48,19 @@ fn pretrain_args(
     words: &[OsString],
 ) -> std::result::Result<(PretrainArgs, ArgMatches), clap::Error> {
     let matches = command.clone().try_get_matches_from(words)?;
-    let typed = matches.subcommand_matches("pretrain").cloned().unwrap_or_default();
+    // `pretrain`, or another command that takes its settings.
+    let typed = matches.subcommand().map(|(_, typed)| typed.clone()).unwrap_or_default();
     Ok((PretrainArgs::from_arg_matches(&typed)?, typed))
 }
 
-/// Whether `key` names data where the flags name others: made-up ones or the user's.
+/// Whether `key` names a data source while the flags name another: made-up data or the user's.
 pub(super) fn is_other_source(key: &str, flags: &Flags) -> bool {
     let data = &flags.data;
     key == "data_path" && data.mock_data || key == "mock_data" && !data.data_path.is_empty()
 }
 
-/// Puts the run file's settings under those of the command line, whose words `before` name the
-/// command, and a checkpoint's under both.
+/// Merges settings: the command line overrides the run file, and both override a checkpoint.
+/// `before` are the words that name the command.
 pub fn gather(
     command: &clap::Command,
     before: &[OsString],
@@ -132,10 +133,10 @@ pub fn gather(
     Ok(Gathered { recorded: Some(recorded), passed_over: gathered.passed_over, ..layers.merged()? })
 }
 
-/// What is said of a run, the last of which counts: by a checkpoint, by the run file, on the
-/// command line. No setting is in two of them.
+/// The sources of a run's settings, in ascending priority: a checkpoint, the run file, the command
+/// line. No setting is in two of them.
 struct Layers<'a> {
-    /// The whole command line, as it is parsed.
+    /// The parser of the whole command line.
     command: &'a clap::Command,
     before: &'a [OsString],
     words: &'a [OsString],
@@ -146,7 +147,7 @@ struct Layers<'a> {
 }
 
 impl Layers<'_> {
-    /// All of them as one command line, so that one parse sees every setting once.
+    /// All settings as one command line, so that one parse sees every setting once.
     fn merged(&self) -> std::result::Result<Gathered, Stop> {
         let mut origins = self.typed.clone();
         let mut merged = self.before.to_vec();
@@ -316,10 +317,10 @@ mod tests {
         let parts = [
             "--hiden-size: no such flag; did you mean --hidden-size?",
             "--banana: no such flag; --help lists",
-            "--moe-router-topk 2: mixtures of experts are not there",
-            "--optimizer muon: optimizers other than",
+            "--moe-router-topk 2: mixture of experts is not supported",
+            "--optimizer muon: only AdamW",
             "run.toml:2: unknown key `num_layer` under [model]; did you mean `num_layers`?",
-            "run.toml:3: `num_experts`: mixtures of experts are not there",
+            "run.toml:3: `num_experts`: mixture of experts is not supported",
             "run.toml:5: `train_batch_size`: use --global-batch-size",
         ];
         for part in parts {

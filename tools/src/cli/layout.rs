@@ -7,17 +7,16 @@ use super::flags::{LayoutFlags, STRATEGIES};
 use super::partition::Split;
 use crate::error::{Error, Result};
 
-/// Least elements of a gradient bucket on CPUs. A bucket has memory only while its gradients are
-/// needed, and 8 MB move at full bandwidth.
+/// Minimum elements of a gradient bucket on CPUs. A bucket holds memory only while its gradients
+/// are needed, and 8 MB are enough for full bandwidth.
 const BUCKET_ON_CPUS: usize = 2_000_000;
 
-/// Resolves the layout of a model of `num_layers` layers, for ranks that compute on GPUs or not;
-/// `launcher` is the place in a world that a launcher gave this process. Origins of what is derived
-/// go to `origins`.
+/// Resolves the layout of a model of `num_layers` layers, for ranks on GPUs or CPUs; `launcher` is
+/// this process's place in the world of a launcher. Records the origins of derived values in
+/// `origins`.
 ///
 /// # Errors
-/// If settings contradict each other or the world; the equations of a layout are checked by
-/// `validate`.
+/// If settings contradict each other or the world. `validate` checks the equations of a layout.
 pub fn resolve_layout(
     flags: &LayoutFlags,
     origins: &mut Origins,
@@ -63,7 +62,7 @@ impl LayoutResolver<'_> {
             (Some(kind @ (ScheduleKind::Gpipe | ScheduleKind::OneFOneB)), Some(asked)) => {
                 let name = if kind == ScheduleKind::Gpipe { "gpipe" } else { "1f1b" };
                 return Err(Error::usage(format!(
-                    "{asked} needs the interleaved schedule, and {}; drop one of them",
+                    "{asked} needs the interleaved schedule, but {} selects another; drop one of them",
                     self.origins.cite("pipeline_schedule", name)
                 )));
             }
@@ -93,8 +92,8 @@ impl LayoutResolver<'_> {
             delay_wgrad_compute: p.delay_wgrad_compute,
             extra_warmup: p.pipeline_extra_warmup,
             partition,
-            // Without tensor parallelism there is nothing to cut along the sequence; Megatron turns
-            // it off, too.
+            // Without tensor parallelism there is nothing to split along the sequence; Megatron
+            // also turns it off.
             sequence_parallel: p.sequence_parallel && p.tensor_model_parallel_size > 1,
             zero_stage: self.zero_stage()?,
             num_distributed_optimizer_instances: p.num_distributed_optimizer_instances,
@@ -104,7 +103,7 @@ impl LayoutResolver<'_> {
         })
     }
 
-    /// ZeRO's stage, by whichever of its three names. --use-distributed-optimizer means at least 1.
+    /// The stage of ZeRO, from its three names. --use-distributed-optimizer means at least 1.
     fn zero_stage(&self) -> Result<u8> {
         let p = self.flags;
         let by_strategy = p.data_parallel_sharding_strategy.as_deref().and_then(|strategy| {
@@ -132,7 +131,7 @@ impl LayoutResolver<'_> {
         }
     }
 
-    /// dp = WORLD_SIZE / (tp·cp·pp) where a launcher made the world; what was asked for elsewhere.
+    /// dp = WORLD_SIZE / (tp·cp·pp) under a launcher; otherwise the given value.
     fn data_parallel_size(&mut self, launcher: Option<&RankInfo>) -> Result<usize> {
         let p = self.flags;
         let Some(launcher) = launcher else {
@@ -153,8 +152,8 @@ impl LayoutResolver<'_> {
                 format!(": {world} mod {replica} = {}", world % replica)
             };
             return Err(Error::usage(format!(
-                "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; start another \
-                 number of ranks or change the layout"
+                "{name} = {world} (environment) must be a multiple of {cited} = {replica}{reason}; \
+                 start a different number of ranks or change the layout"
             )));
         }
         let derived = world / replica;
@@ -176,8 +175,8 @@ impl LayoutResolver<'_> {
         }
     }
 
-    /// v, and the setting that asks for virtual stages: their number on each stage, or the layers
-    /// of one, of which v = num_layers / (pp · layers per virtual stage) follows.
+    /// v, and the setting that asks for virtual stages: either their number per stage, or the
+    /// layers per virtual stage, which gives v = num_layers / (pp · layers per virtual stage).
     fn virtual_pipeline_size(
         &self,
         num_layers: usize,
@@ -194,7 +193,7 @@ impl LayoutResolver<'_> {
             ];
             return match given.into_iter().find_map(|(key, value)| Some((key, value?))) {
                 Some((key, value)) => Err(Error::usage(format!(
-                    "{} has {} virtual stages on each stage, and {} says otherwise; leave one out",
+                    "{} makes {} virtual stages per stage, but {} asks for a different number; leave one out",
                     found.1,
                     found.0,
                     self.origins.cite(key, value)
@@ -217,7 +216,7 @@ impl LayoutResolver<'_> {
             (Some(layers), None) => layers,
             (Some((_, layers)), Some((_, number))) => {
                 return Err(Error::usage(format!(
-                    "{layers} and {number} set the same thing; drop one of them"
+                    "{layers} and {number} both set the virtual stages; drop one of them"
                 )));
             }
         };
@@ -225,8 +224,9 @@ impl LayoutResolver<'_> {
         let counted = num_layers.saturating_add(split.counted_beside());
         if per_round == 0 || !counted.is_multiple_of(per_round) {
             return Err(Error::usage(format!(
-                "{} must be a multiple of {} · {}; virtual stages have the same number of layers, unless \
-                 num_virtual_stages_per_pipeline_rank and pipeline_partition say how many there are and what each has",
+                "{} must be a multiple of {} · {}; virtual stages have equally many layers, unless \
+                 num_virtual_stages_per_pipeline_rank and pipeline_partition set their number and \
+                 sizes",
                 self.origins.cite("num_layers", num_layers),
                 self.origins.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
                 cited

@@ -1,5 +1,4 @@
-//! The command line: flags, run files and words of other programs, and the settings that come of
-//! them.
+//! The command line: turns flags, run files and flags of other programs into settings.
 
 pub mod flags;
 mod from_checkpoint;
@@ -36,12 +35,12 @@ pub(crate) use gather::gather;
 /// that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, `megatron launch`), under
 /// `srun` with several tasks and under `mpirun` (Open MPI, MPICH, Intel MPI) it joins as that rank.
 ///
-/// Settings come from a run file, a TOML file with the flags below as keys (`num_layers = 12`) in
-/// the sections named in brackets, and from flags, which override the file. Switches are turned off
-/// by `--flag=false`.
+/// Settings come from a run file and from flags; flags override the file. The run file is TOML: its
+/// keys are the flags below in snake_case (`num_layers = 12`), under the sections named in
+/// brackets. `--flag=false` turns a switch off.
 ///
-/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops;
-/// Ctrl-C after that stops at once.
+/// Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 saves a checkpoint (if --save is set) and stops; a
+/// second Ctrl-C stops at once.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
@@ -52,14 +51,14 @@ pub struct PretrainArgs {
     /// The run file
     #[arg(value_name = "RUN.toml")]
     pub run_file: Option<PathBuf>,
-    /// The run file, as a flag
+    /// The run file, given as a flag
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     #[command(flatten)]
     pub flags: Flags,
 }
 
-/// Why there is nothing to run.
+/// Why parsing stops without a command to run.
 #[derive(Debug)]
 pub enum Stop {
     /// clap has something to print: help, the version, or a usage error.
@@ -80,12 +79,12 @@ impl From<Error> for Stop {
 }
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {
-    // A command may have only some of the settings.
+    // A command can have a subset of the settings.
     matches.try_contains_id(key).is_ok()
         && matches.value_source(key) == Some(ValueSource::CommandLine)
 }
 
-/// The flags of the sections asked for that were typed, by key.
+/// The flags that the user typed, of the requested sections, by key.
 pub fn typed_origins(
     matches: &ArgMatches,
     of_section: impl Fn(&str) -> bool,
@@ -94,7 +93,7 @@ pub fn typed_origins(
     origins_of(matches, &sections.flat_map(|(_, args)| args).collect::<Vec<_>>())
 }
 
-/// Those of `args` that were typed, by key.
+/// The flags of `args` that the user typed, by key.
 pub fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String> {
     let typed = args.iter().filter(|arg| is_typed(matches, arg.get_id().as_str()));
     typed
@@ -102,8 +101,7 @@ pub fn origins_of(matches: &ArgMatches, args: &[Arg]) -> BTreeMap<String, String
         .collect()
 }
 
-/// What clap has to print, where help or the version is asked for: that comes before anything that
-/// is wrong.
+/// clap's output if the user asks for help or the version. This takes priority over errors.
 pub fn asks_for_help(command: &clap::Command, words: &[OsString]) -> std::result::Result<(), Stop> {
     if !words
         .iter()

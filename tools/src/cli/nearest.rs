@@ -1,7 +1,7 @@
-//! The known name that a user most likely meant.
+//! Finds the known name that a user most likely meant.
 
-/// The name among `known` that is nearest to `typed`, if any is near enough to suggest: a slip or
-/// two of the fingers away, and not in the first letter. What is farther means something else.
+/// The name in `known` nearest to `typed`, if it is near enough to suggest: one or two typing
+/// errors away, not in the first letter. A more distant name means something else.
 pub fn nearest<'a>(typed: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()

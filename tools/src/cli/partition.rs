@@ -1,31 +1,31 @@
-//! Which layers stages have, in Megatron-LM's ways to say it.
+//! Which layers each stage has, in all of Megatron-LM's notations.
 
 use megatron::config::{Origins, PartitionMethod};
 
 use super::flags::LayoutFlags;
 use crate::error::{Error, Result};
 
-/// More stages and layers are taken for a mistake.
+/// A larger number of stages or layers counts as a mistake.
 const MOST: usize = 1 << 20;
 
 /// How layers are split among stages.
 #[derive(Debug)]
 pub enum Split {
-    /// As `pipeline_partition` says.
+    /// The method of `pipeline_partition`.
     Method(PartitionMethod),
-    /// So many on the first and last stage, and evenly many on those for which nothing is said.
+    /// Given numbers on the first and last stage; the remaining stages share the rest evenly.
     Ends { first: Option<usize>, last: Option<usize> },
-    /// Evenly, where the embedding, and head and loss, count as a layer.
+    /// Evenly, counting the embedding and/or the head with the loss as a layer each.
     Counted { embedding: bool, loss: bool },
-    /// So many on each virtual stage, in the order of the model.
+    /// The number of layers of each virtual stage, in the order of the model.
     Layout(String, Vec<usize>),
 }
 
 impl Split {
-    /// What `p` says.
+    /// The split that `p` asks for.
     ///
     /// # Errors
-    /// If it says several things, or a layout that cannot be read.
+    /// If `p` gives several splits, or a layout that cannot be parsed.
     pub fn of(p: &LayoutFlags, origins: &Origins) -> Result<Self> {
         let mut given = Vec::new();
         let (first, last) =
@@ -58,7 +58,7 @@ impl Split {
         let keys: Vec<_> = given.iter().map(|(key, _)| *key).collect();
         match keys.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
-                "{first} ({}) and {second} ({}) both say which layers stages have; give one of them",
+                "{first} ({}) and {second} ({}) both distribute layers over stages; give only one",
                 origins.of(first).unwrap_or("?"),
                 origins.of(second).unwrap_or("?")
             ))),
@@ -66,10 +66,10 @@ impl Split {
         }
     }
 
-    /// v, and the setting that says it, where a layout does.
+    /// v and the setting that gives it, if that is a pipeline layout.
     ///
     /// # Errors
-    /// If its stages are not as many on each of `pp`.
+    /// If the number of its stages is not a multiple of `pp`.
     pub fn virtual_stages(&self, pp: usize, origins: &Origins) -> Result<Option<(usize, String)>> {
         let Self::Layout(cited, sizes) = self else { return Ok(None) };
         if pp == 0 || !sizes.len().is_multiple_of(pp) {
@@ -82,7 +82,7 @@ impl Split {
         Ok(Some((sizes.len() / pp, cited.clone())))
     }
 
-    /// What counts as layers beside them.
+    /// The parts besides layers that count as layers.
     pub fn counted_beside(&self) -> usize {
         match self {
             Self::Counted { embedding, loss } => usize::from(*embedding) + usize::from(*loss),
@@ -93,7 +93,7 @@ impl Split {
     /// The layers of each of pp · v virtual stages.
     ///
     /// # Errors
-    /// If they cannot be shared evenly.
+    /// If the layers cannot be shared evenly.
     pub fn partition(
         self,
         layers: usize,
@@ -111,8 +111,8 @@ impl Split {
                 let all = layers.saturating_add(embedding + loss);
                 if !all.is_multiple_of(stages) || all / stages < embedding.max(loss) {
                     return Err(Error::usage(format!(
-                        "{} and what counts as a layer are {all}, which must be a multiple of {stages} ({} · {v} virtual \
-                         stages each)",
+                        "{} and the parts counted as layers make {all}, which must be a multiple \
+                         of {stages} ({} · {v} virtual stages each)",
                         origins.cite("num_layers", layers),
                         origins.cite("pipeline_model_parallel_size", pp)
                     )));
@@ -128,8 +128,8 @@ impl Split {
     }
 }
 
-/// `first` and `last` layers on the stages at the ends, the rest evenly on the others, and a
-/// stage's evenly on its virtual stages.
+/// `first` and `last` layers on the end stages, the rest evenly on the others. The layers of a
+/// stage are split evenly over its virtual stages.
 fn ends(
     first: Option<usize>,
     last: Option<usize>,
@@ -154,13 +154,13 @@ fn ends(
     let named = first.unwrap_or(0).saturating_add(last.unwrap_or(0));
     let rest = layers
         .checked_sub(named)
-        .ok_or_else(|| wrong(format!("{named} layers are more than there are")))?;
+        .ok_or_else(|| wrong(format!("{named} layers are more than the model has")))?;
     let each = match (others, rest) {
         (0, 0) => 0,
         (others, rest) if others > 0 && rest.is_multiple_of(others) => rest / others,
         _ => {
             return Err(wrong(format!(
-                "{rest} layers are left, which {others} other stages do not share evenly"
+                "{rest} layers are left, which do not divide evenly among {others} other stages"
             )));
         }
     };
@@ -169,36 +169,36 @@ fn ends(
     of_stages[pp - 1] = last.unwrap_or(each);
     if let Some(odd) = of_stages.iter().find(|size| !size.is_multiple_of(v)) {
         return Err(wrong(format!(
-            "the {odd} layers of a stage are not shared evenly by its virtual stages"
+            "the {odd} layers of a stage do not divide evenly among its virtual stages"
         )));
     }
     Ok((0..pp * v).map(|stage| of_stages[stage % pp] / v).collect())
 }
 
-/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E embedding, t a layer, L the
-/// loss, `|` between stages, `*` repeats the letter or the parenthesis before it, commas are for
-/// the eye.
+/// The layers of each stage of a layout such as `Et*2|(tt|)*6L`: E is the embedding, t a layer, L
+/// the loss, `|` separates stages, `*` repeats the letter or parenthesis before it, commas are
+/// ignored.
 fn layout(text: &str) -> std::result::Result<Vec<usize>, String> {
     let letters: Vec<char> = text.chars().filter(|c| !c.is_whitespace() && *c != ',').collect();
     let mut at = 0;
     let flat = group(&letters, &mut at, 0)?;
     if at < letters.len() {
-        return Err("a parenthesis is closed that was not opened".to_string());
+        return Err("a closing parenthesis has no opening one".to_string());
     }
     let stages: Vec<&str> = flat.split('|').collect();
     let count = |letter: char| flat.matches(letter).count();
     if count('m') > 0 {
-        return Err("prediction of several tokens (m) is not there".to_string());
+        return Err("multi-token prediction (m) is not supported".to_string());
     }
     if (count('E'), count('L')) != (1, 1) || !flat.starts_with('E') || !flat.ends_with('L') {
         return Err(
-            "it must begin with the one embedding, E, and end with the one loss, L".to_string()
+            "it must begin with its only embedding, E, and end with its only loss, L".to_string()
         );
     }
     Ok(stages.iter().map(|stage| stage.matches('t').count()).collect())
 }
 
-/// What stands up to the end or a closing parenthesis, written out.
+/// Expands the text up to the end or a closing parenthesis.
 fn group(letters: &[char], at: &mut usize, depth: usize) -> std::result::Result<String, String> {
     let mut flat = String::new();
     while let Some(&letter) = letters.get(*at) {
@@ -213,12 +213,12 @@ fn group(letters: &[char], at: &mut usize, depth: usize) -> std::result::Result<
                 inner
             }
             'E' | 't' | 'm' | 'L' | '|' => letter.to_string(),
-            other => return Err(format!("{other:?} is none of E, t, m, L, |, ( ) and *")),
+            other => return Err(format!("{other:?} is not one of E, t, m, L, |, ( ) and *")),
         };
         *at += 1;
         let times = repeats(letters, at)?;
         if flat.len().saturating_add(item.len().saturating_mul(times)) > MOST {
-            return Err("it has more stages and layers than any model".to_string());
+            return Err("it has too many stages and layers".to_string());
         }
         flat.push_str(&item.repeat(times));
     }
@@ -256,16 +256,16 @@ mod tests {
     fn layouts_that_cannot_be_are_refused_with_the_reason() {
         let deep = format!("{}E", "(".repeat(1000));
         let cases = [
-            ("Et*2|(tt|)*5t|tmL", "several tokens"),
+            ("Et*2|(tt|)*5t|tmL", "multi-token prediction"),
             ("t|tL", "must begin with"),
             ("Et|t", "must begin with"),
             ("EtL|t", "must begin with"),
             ("E(t|L", "not closed"),
-            ("Et)|L", "not opened"),
+            ("Et)|L", "no opening one"),
             ("Et*|L", "a number must follow"),
-            ("Ex|L", "'x' is none"),
-            ("E((t*9999)*9999)*9999|L", "more stages"),
-            (deep.as_str(), "is none of"),
+            ("Ex|L", "'x' is not one of"),
+            ("E((t*9999)*9999)*9999|L", "too many stages"),
+            (deep.as_str(), "is not one of"),
         ];
         for (text, why) in cases {
             let message = layout(text).unwrap_err();
@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(sizes(ends(None, Some(2)), 10, 3, 2).unwrap(), [2, 2, 1, 2, 2, 1]);
         assert!(sizes(ends(Some(2), Some(2)), 2, 1, 1).unwrap().is_empty());
         assert!(
-            sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than there are")
+            sizes(ends(Some(2), Some(2)), 3, 2, 1).unwrap_err().contains("more than the model has")
         );
         assert!(sizes(ends(Some(2), Some(2)), 11, 4, 1).unwrap_err().contains("7 layers are left"));
         assert!(

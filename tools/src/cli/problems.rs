@@ -1,13 +1,13 @@
-//! Everything that is wrong with the names on a command line and in a run file, as one message.
+//! Collects all errors in the names on a command line and in a run file into one message.
 
 use crate::error::Error;
 
-/// What is wrong, in the order found.
+/// The errors, in the order found.
 #[derive(Debug, Default)]
 pub struct Problems {
-    /// What is wrong with which flags: flags that are wrong alike share a line.
+    /// Each error with its flags: flags with the same error share a line.
     flags: Vec<(String, Vec<String>)>,
-    /// Of a run file, each with its place in front.
+    /// Errors of a run file, each preceded by its place.
     keys: Vec<String>,
     /// Whether flags of other programs are among them.
     others: bool,
@@ -21,21 +21,21 @@ impl Problems {
         }
     }
 
-    /// A flag of another program.
+    /// Adds a flag of another program.
     pub fn of_others(&mut self, flag: &str, why: &str) {
         self.others = true;
         self.add(flag, why);
     }
 
-    /// A flag that nobody has, and the one that may be meant.
+    /// Adds an unknown flag, with the flag that may be meant.
     pub fn unknown(&mut self, flag: &str, nearest: Option<String>) {
         match nearest {
             Some(known) => self.add(flag, &format!("no such flag; did you mean {known}?")),
-            None => self.add(flag, "no such flag; --help lists those that there are"),
+            None => self.add(flag, "no such flag; --help lists all flags"),
         }
     }
 
-    /// A key of a run file, or what stands for one.
+    /// Adds a key or section of a run file.
     pub fn key(&mut self, place: &str, message: &str) {
         self.keys.push(format!("{place}: {message}"));
     }
@@ -50,7 +50,7 @@ impl Problems {
         self.flags.is_empty() && self.keys.is_empty()
     }
 
-    /// Nothing, or all of them as one error.
+    /// All errors as one, if there are any.
     ///
     /// # Errors
     /// If there are some.
@@ -66,7 +66,7 @@ impl Problems {
         }
         if self.others {
             lines.push(
-                "docs/reference/from-megatron-lm.md tells what becomes of other programs' flags"
+                "docs/reference/from-megatron-lm.md explains how flags of other programs are handled"
                     .to_string(),
             );
         }

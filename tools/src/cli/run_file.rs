@@ -1,7 +1,7 @@
 //! Run files: TOML with the flags of `pretrain` as keys, in sections.
 //!
-//! A file is turned into the words that would say the same on the command line, so that both are
-//! parsed by one set of definitions.
+//! A file is turned into equivalent words of a command line, so that one set of definitions parses
+//! both.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use super::other_names::{self, Entry, Line, Verdict};
 use super::words::is_named;
 use crate::error::{Error, Result};
 
-/// Of a file of settings.
+/// Largest file of settings, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
 /// One key of a run file.
@@ -33,7 +33,7 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// One that `word`, a flag with its value, says.
+    /// A setting from `word`, a flag with its value.
     pub fn of(word: String, line: usize) -> Self {
         let name = word.split('=').next().unwrap_or_default();
         let key = name.trim_start_matches('-').replace('-', "_");
@@ -51,24 +51,24 @@ pub struct OtherKey {
     pub entry: &'static Entry,
 }
 
-/// What a run file says.
+/// The contents of a run file.
 #[derive(Debug, Default)]
 pub struct RunFile {
     pub settings: Vec<Setting>,
     pub others: Vec<OtherKey>,
-    /// What cannot be used, by line.
+    /// Errors, by line.
     pub problems: Vec<Problem>,
-    /// Everything that is set.
+    /// All settings in the file, for flags of other programs to refer to.
     pub line: Line,
 }
 
 /// Reads the run file at `path`.
 ///
 /// # Errors
-/// If it cannot be read, or is not TOML. What else is wrong is told together with what is wrong on
-/// the command line.
+/// If it cannot be read, or is not TOML. Other errors are reported together with those of the
+/// command line.
 pub fn read(path: &Path) -> Result<RunFile> {
-    // A pipe is refused: every rank reads it, and only one could.
+    // A pipe is refused, because every rank reads the file and only one could read a pipe.
     let text = files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
         action: format!("read the run file {}", path.display()),
         source,
@@ -80,7 +80,7 @@ pub fn read(path: &Path) -> Result<RunFile> {
     })
 }
 
-/// A line and what is wrong there.
+/// A line and its error.
 pub type Problem = (usize, String);
 
 /// Reads the text of a run file.
@@ -138,7 +138,7 @@ impl RunFile {
             Ok((id, words)) => match self.settings.iter().find(|s| s.key == id) {
                 Some(twice) => self
                     .problems
-                    .push((line, format!("`{id}` was already set in line {}", twice.line))),
+                    .push((line, format!("`{id}` is already set in line {}", twice.line))),
                 None => {
                     self.line.add(&id.replace('_', "-"), &texts(value.get_ref()));
                     self.settings.push(Setting { key: id, section: section.0, line, words });
@@ -149,7 +149,7 @@ impl RunFile {
     }
 }
 
-/// The texts, numbers and truths in a value.
+/// The strings, numbers and booleans in a value.
 fn texts(value: &DeValue<'_>) -> Vec<String> {
     match value {
         DeValue::Array(items) => items.iter().flat_map(|item| texts(item.get_ref())).collect(),
@@ -174,9 +174,7 @@ fn find_section<'a>(
     }
     if !value.get_ref().is_table() {
         if let Some((owner, _)) = owner_of(sections, name) {
-            return Err(format!(
-                "`{name}` stands outside of a section; it belongs under [{owner}]"
-            ));
+            return Err(format!("`{name}` is outside of any section; it belongs under [{owner}]"));
         }
         if let Some(why) = refused(name) {
             return Err(format!("`{name}`: {why}"));
@@ -198,7 +196,7 @@ fn find_section<'a>(
     Err(format!("unknown section [{name}]; {hint}"))
 }
 
-/// Why a section, or key outside of one, of another program is refused.
+/// Why a section of another program, or its key outside of any section, is refused.
 fn refused(name: &str) -> Option<&'static str> {
     match other_names::find(&other_names::with_dashes(name))?.judge(&[], &Line::default()) {
         Verdict::Refused(why) => Some(why),
@@ -266,7 +264,7 @@ fn setting(
     Ok((id, words))
 }
 
-/// The values of the flag that say the same as `value`, or what kind of value is expected.
+/// The words for the flag that are equivalent to `value`, or the kind of value that is expected.
 fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, String> {
     let is_list = matches!(arg.get_action(), ArgAction::Append);
     let is_bool = has_type::<bool>(arg);
@@ -280,7 +278,7 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
         DeValue::Array(items) if is_list => {
             let (kind, text): (_, fn(&DeValue<'_>) -> Option<String>) = match is_integer {
                 true => ("a list of whole numbers", |item| item.as_integer().map(decimal)),
-                false => ("a list of texts", |item| item.as_str().map(str::to_string)),
+                false => ("a list of strings", |item| item.as_str().map(str::to_string)),
             };
             let text = |item: &Spanned<DeValue<'_>>| {
                 text(item.get_ref())
@@ -288,7 +286,7 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
             };
             items.iter().map(text).collect()
         }
-        // Lists of numbers to a reader.
+        // To the user these are lists of numbers.
         DeValue::Array(items)
             if ["split", "pipeline_partition"].contains(&arg.get_id().as_str()) =>
         {
@@ -296,15 +294,15 @@ fn values(arg: &Arg, value: &DeValue<'_>) -> std::result::Result<Vec<String>, St
                 items.iter().map(|item| number(item.get_ref())).collect();
             parts
                 .map(|p| vec![p.join(",")])
-                .ok_or_else(|| "a text or a list of numbers".to_string())
+                .ok_or_else(|| "a string or a list of numbers".to_string())
         }
         _ if is_bool => Err("true or false".to_string()),
         _ if is_integer && is_list => Err("a whole number or a list of them".to_string()),
         _ if is_integer => Err("a whole number".to_string()),
         _ if is_number => Err("a number".to_string()),
-        _ if is_list => Err("a text or a list of texts".to_string()),
+        _ if is_list => Err("a string or a list of strings".to_string()),
         _ if arg_has_choices(arg) => Err(format!("one of {}", choices(arg))),
-        _ => Err("a text".to_string()),
+        _ => Err("a string".to_string()),
     }
 }
 
@@ -336,7 +334,7 @@ fn decimal(x: &toml::de::DeInteger<'_>) -> String {
 
 fn show(value: &DeValue<'_>) -> String {
     match value {
-        DeValue::String(x) => format!("the text \"{x}\""),
+        DeValue::String(x) => format!("the string \"{x}\""),
         DeValue::Integer(x) => decimal(x),
         DeValue::Float(x) => x.as_str().to_string(),
         DeValue::Boolean(x) => x.to_string(),
@@ -404,11 +402,11 @@ mod tests {
         let text = "[logging]\nprofile_ranks = [0, 3]";
         assert_eq!(words(text), ["--profile-ranks=0", "--profile-ranks=3"]);
         let (line, message) = problem("[logging]\nprofile_ranks = [0, \"1\"]");
-        let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the text \"1\"";
+        let expected = "`profile_ranks` under [logging] expects a list of whole numbers, without the string \"1\"";
         assert!(line == 2 && message.starts_with(expected), "{message}");
         assert_eq!(
             problem("[checkpoint]\nsave = [1, 2]").1,
-            "`save` under [checkpoint] expects a text, not a list"
+            "`save` under [checkpoint] expects a string, not a list"
         );
     }
 
@@ -429,7 +427,7 @@ mod tests {
         );
         assert_eq!(
             problem("lr = 1").1,
-            "`lr` stands outside of a section; it belongs under [optimizer]"
+            "`lr` is outside of any section; it belongs under [optimizer]"
         );
     }
 
@@ -447,7 +445,7 @@ mod tests {
         assert_eq!(line, 2);
         assert_eq!(
             message,
-            "`num_layers` under [model] expects a whole number, not the text \"four\""
+            "`num_layers` under [model] expects a whole number, not the string \"four\""
         );
         assert_eq!(
             problem("[model]\nswiglu = 1").1,
@@ -464,7 +462,7 @@ mod tests {
         let message = problem("[parallel]\npipeline_schedule = \"1fb1\"").1;
         assert_eq!(
             message,
-            "`pipeline_schedule` under [parallel] cannot be the text \"1fb1\": expected one of gpipe, 1f1b, interleaved"
+            "`pipeline_schedule` under [parallel] cannot be the string \"1fb1\": expected one of gpipe, 1f1b, interleaved"
         );
         assert!(problem("[model]\nnum_layers = -4").1.contains("cannot be -4"));
     }

@@ -1,8 +1,8 @@
-//! The words of a command line, before they are parsed: what argparse's habits and other programs'
-//! flags make of them.
+//! Prepares the words of a command line for the parser: applies argparse's conventions and handles
+//! flags of other programs.
 //!
-//! `--flag_name` is `--flag-name`. Of a list that is given twice the last counts. Flags that are
-//! none of the command's are taken out, to be passed over or refused, all at once.
+//! `--flag_name` is `--flag-name`. If a list is given twice, the last one counts. Flags that the
+//! command does not have are removed, and then ignored or refused all at once.
 
 use std::ffi::{OsStr, OsString};
 
@@ -12,14 +12,14 @@ use super::nearest::nearest;
 use super::other_names::{self, Entry, Line, Takes, Verdict};
 use super::problems::Problems;
 
-/// What flags are known that are none of the command's.
+/// Which flags of other programs are known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Others {
-    /// Those of programs that train.
+    /// Flags of training programs.
     Trainers,
-    /// Those of programs that start ranks, whose line ends with a command.
+    /// Flags of launchers; their command line ends with the command to start.
     Launchers,
-    /// Those of programs that continue texts.
+    /// Flags of text generators.
     Generators,
     None,
 }
@@ -27,9 +27,9 @@ pub enum Others {
 /// Words, sorted.
 #[derive(Debug, Default)]
 pub struct Words {
-    /// Those of the command's own flags and arguments.
+    /// Words of the command's own flags and arguments.
     pub own: Vec<OsString>,
-    /// Flags of other programs, in the order that they were given in.
+    /// Flags of other programs, in the order given.
     pub others: Vec<Other>,
     /// Everything that was given.
     pub line: Line,
@@ -68,7 +68,7 @@ struct Sorter<'a> {
     others: Others,
     rest: &'a [OsString],
     sorted: Words,
-    /// Where in `own` the last occurrence of a list lies.
+    /// Position of the last occurrence of each list in `own`.
     lists: Vec<(String, std::ops::Range<usize>)>,
 }
 
@@ -83,7 +83,8 @@ impl<'a> Sorter<'a> {
                 }
                 Some(flag) => self.flag(flag),
                 None => {
-                    // As with torchrun, the command begins at the first word that is no flag's.
+                    // As with torchrun, the command begins at the first word that does not belong
+                    // to a flag.
                     let begins_command = self.others == Others::Launchers && !is_short_flag(word);
                     if begins_command {
                         self.sorted.own.push("--".into());
@@ -106,7 +107,7 @@ impl<'a> Sorter<'a> {
         if let Some(arg) = self.command.get_arguments().find(|arg| is_named(arg, &name)) {
             return self.own(arg, attached);
         }
-        // clap's own, which are made as it parses.
+        // clap adds these itself while parsing.
         if matches!(name.as_str(), "help" | "version") {
             return self.sorted.own.push(format!("--{flag}").into());
         }
@@ -139,7 +140,7 @@ impl<'a> Sorter<'a> {
             .unknown(&shown, nearest(&name, known).map(|known| format!("--{known}")));
     }
 
-    /// A flag of the command's.
+    /// Handles a flag of the command.
     fn own(&mut self, arg: &'a Arg, attached: Option<&str>) {
         let long = arg.get_long().unwrap_or_default();
         let values = match attached {
@@ -193,7 +194,7 @@ impl<'a> Sorter<'a> {
         self.rest = rest;
     }
 
-    /// Takes out what stands before the last occurrence of a list.
+    /// Removes the earlier occurrence of a list.
     fn replace_list(&mut self, long: &str, start: usize) {
         if let Some(at) = self.lists.iter().position(|(name, _)| name == long) {
             let (_, range) = self.lists.remove(at);
@@ -223,7 +224,7 @@ impl<'a> Sorter<'a> {
         self.sorted.others.push(Other { shown, values, entry });
     }
 
-    /// Takes out the values that follow a flag. A run file's name is none of them.
+    /// Removes the values that follow a flag. The name of a run file is not one of them.
     fn take(&mut self, takes: Takes) -> Vec<String> {
         let most = match takes {
             Takes::Nothing => 0,
@@ -238,7 +239,7 @@ impl<'a> Sorter<'a> {
         values.iter().map(|word| word.to_string_lossy().into_owned()).collect()
     }
 
-    /// `--switch true`, which argparse does not take either.
+    /// Refuses `--switch true`, which argparse does not accept either.
     fn refuse_stray_value(&mut self, flag: &str, takes_equals: bool) {
         let Some(next) = self.rest.first().and_then(|word| word.to_str()) else { return };
         if !["true", "false", "1", "0", "yes", "no", "on", "off"]
@@ -254,9 +255,10 @@ impl<'a> Sorter<'a> {
             false if on => format!("write {flag} alone"),
             false => format!("leave {flag} out"),
         };
-        self.sorted
-            .problems
-            .add(&format!("{flag} {next}"), &format!("a switch takes no word behind it; {what}"));
+        self.sorted.problems.add(
+            &format!("{flag} {next}"),
+            &format!("a switch takes no value as a separate word; {what}"),
+        );
         self.rest = &self.rest[1..];
     }
 }
@@ -278,7 +280,7 @@ pub fn is_named(arg: &Arg, name: &str) -> bool {
         .any(|known| known == name || known.replace('_', "-") == name)
 }
 
-/// Whether all values of the flag stand behind one occurrence of it.
+/// Whether all values of the flag follow one occurrence of it.
 fn is_list(arg: &Arg) -> bool {
     matches!(arg.get_action(), ArgAction::Append)
         && arg.get_num_args().is_some_and(|number| number.max_values() > 1)

@@ -1,4 +1,7 @@
-//! The commands that the book shows are taken as they stand.
+//! Tests that the program accepts the commands in the book as written, and that the book's tables
+//! of flags and pictures are up to date.
+
+mod pictures;
 
 use std::ffi::OsString;
 use std::fs;
@@ -25,7 +28,7 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// The lines of a page's fenced blocks of commands, those that go on joined.
+/// The lines of a page's fenced blocks of commands, with continued lines joined.
 fn lines(page: &Path) -> Vec<String> {
     let text = fs::read_to_string(page).unwrap();
     let blocks = text.split("```").skip(1).step_by(2);
@@ -36,7 +39,7 @@ fn lines(page: &Path) -> Vec<String> {
     commands.flat_map(|lines| lines.lines().map(str::to_string).collect::<Vec<_>>()).collect()
 }
 
-/// The words of a line, as a shell has them; `None` of a line that starts none of `programs`.
+/// The words of a line as a shell splits them; `None` if the line starts none of `programs`.
 fn words(line: &str, programs: &[&str]) -> Option<Vec<String>> {
     programs.iter().find(|program| line.starts_with(&format!("{program} ")))?;
     let alone = line.split([';', '|', '>', '<']).next().unwrap();
@@ -46,7 +49,7 @@ fn words(line: &str, programs: &[&str]) -> Option<Vec<String>> {
     Some(String::from_utf8(output.stdout).unwrap().lines().map(str::to_string).collect())
 }
 
-/// A run file that is here, or one in its place.
+/// The named run file if it exists here, otherwise a substitute.
 fn here(word: &str, run_file: &Path) -> OsString {
     let shipped = root().join(word);
     match word.strip_suffix(".toml") {
@@ -83,7 +86,7 @@ fn commands_of_the_book_are_taken() {
     assert!(taken > 50, "{taken} commands were found");
 }
 
-/// A row of a table for a flag or an argument.
+/// A table row for a flag or an argument.
 fn row(arg: &Arg) -> String {
     let name = match (arg.get_long(), arg.get_value_names()) {
         (Some(long), _) => format!("`--{long}`"),
@@ -106,10 +109,13 @@ fn row(arg: &Arg) -> String {
     format!("| {} |\n", cells.join(" | "))
 }
 
-/// A table of `args`, without those that every command has.
+/// A table of `args`, without the flags that every command has.
 fn table<'a>(args: impl Iterator<Item = &'a Arg>) -> String {
-    let shown =
-        |arg: &&Arg| !arg.is_hide_set() && !["help", "version"].contains(&arg.get_id().as_str());
+    let shown = |arg: &&Arg| {
+        !arg.is_hide_long_help_set()
+            && !arg.is_hide_set()
+            && !["help", "version"].contains(&arg.get_id().as_str())
+    };
     let rows: String = args.filter(shown).map(row).collect();
     match rows.is_empty() {
         true => String::new(),
@@ -117,7 +123,7 @@ fn table<'a>(args: impl Iterator<Item = &'a Arg>) -> String {
     }
 }
 
-/// What the tables of flags in the book say: for each page its name and text.
+/// The pages of flags in the book: name and text of each.
 fn tables() -> Vec<(String, String)> {
     const MADE: &str = "This page is made from the table that `--help` is made from.";
     let mut command = command();
@@ -158,7 +164,7 @@ fn tables() -> Vec<(String, String)> {
     pages
 }
 
-/// `UPDATE_BOOK=1` writes the pages anew.
+/// With `UPDATE_BOOK=1`, writes the pages instead of comparing them.
 #[test]
 fn tables_of_flags_are_those_of_help() {
     let folder = root().join("docs/reference/flags");
@@ -169,6 +175,10 @@ fn tables_of_flags_are_those_of_help() {
             fs::write(&path, &text).unwrap();
         }
         let there = fs::read_to_string(&path).unwrap_or_default();
-        assert!(there == text, "{} is old: run this test with UPDATE_BOOK=1", path.display());
+        assert!(
+            there == text,
+            "{} is out of date: run this test with UPDATE_BOOK=1",
+            path.display()
+        );
     }
 }

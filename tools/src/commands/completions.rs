@@ -1,4 +1,5 @@
-//! `megatron completions` and `megatron man`: the command line, explained to shells and to man.
+//! `megatron completions` and `megatron man`: completion scripts and man pages for the command
+//! line.
 
 use std::path::PathBuf;
 
@@ -8,7 +9,7 @@ use clap_complete::Shell;
 use super::command;
 use crate::error::{Error, Result};
 
-/// Print what completes the program's commands and flags in a shell
+/// Print a shell's completion script for the program's commands and flags
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   source <(megatron completions bash)
@@ -25,7 +26,7 @@ pub struct CompletionsArgs {
 #[command(after_help = "Example:
   megatron man ~/.local/share/man/man1 && man megatron-pretrain")]
 pub struct ManArgs {
-    /// Folder for the pages; made if it is not there
+    /// Folder for the pages; created if missing
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
 }

@@ -1,5 +1,5 @@
-//! `megatron doctor`: what this program finds on this machine and would use, to be pasted into a
-//! report.
+//! `megatron doctor`: reports what this program finds and would use on this machine, for bug
+//! reports.
 
 use clap::Args;
 use kernels::Isa;
@@ -8,12 +8,12 @@ use crate::commands::bench::{ceilings, machine_line};
 use crate::error::Result;
 use crate::report::table::significant;
 
-/// Say what this program finds on this machine: processors, GPUs, libraries, and how fast they are
+/// Report what this program finds on this machine: processors, GPUs, libraries, and their speed
 ///
-/// Nothing here fails for want of a GPU: what is missing is said, and what to do about it.
+/// A missing GPU or library is not an error: the report says what is missing and what to do.
 #[derive(Args, Clone, Debug)]
 pub struct DoctorArgs {
-    /// Leave out the measurements, which take some seconds and mean little while other programs run
+    /// Skip the measurements, which take a few seconds and mean little while other programs run
     #[arg(long)]
     pub quick: bool,
 }
@@ -100,7 +100,10 @@ impl Report {
             format!("for CUDA {}, cuBLASLt {}", version(survey.driver), survey.cublas_lt),
         );
         if survey.gpus.is_empty() {
-            self.line("gpus", "the driver is there, but it shows no GPU (CUDA_VISIBLE_DEVICES?)");
+            self.line(
+                "gpus",
+                "the driver is installed, but it shows no GPU (check CUDA_VISIBLE_DEVICES)",
+            );
         }
         for (i, gpu) in survey.gpus.iter().enumerate() {
             let (major, minor) = gpu.capability;
@@ -152,7 +155,10 @@ impl Report {
 
     #[cfg(all(feature = "cuda", not(feature = "nccl")))]
     fn nccl(&mut self) {
-        self.line("nccl", "this program was built without it: ranks exchange GPU tensors through the CPU's memory");
+        self.line(
+            "nccl",
+            "this program was built without it: ranks exchange GPU tensors through host memory",
+        );
     }
 }
 

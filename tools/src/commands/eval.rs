@@ -16,22 +16,21 @@ use crate::fault::tell;
 use crate::inference::{Found, LoadArgs, Weights, load, on_ranks};
 use crate::report::count;
 
-/// Loss and perplexity of a trained model over a whole split
+/// Compute loss and perplexity of a trained model over a whole split
 ///
-/// Every sample of the split is read once, in order; a sample's first token is predicted from
-/// nothing before it.
+/// Every sample of the split is read once, in order. Context does not carry over: the first token
+/// of a sample has nothing before it.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Example:
   megatron eval --load checkpoints/quickstart --data-path docs --split 0,0,100 --part test")]
 pub struct EvalArgs {
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Text files, folders of text, or indexed-dataset prefixes [default: those that the checkpoint
-    /// was trained on]
+    /// Text files, folders of text, or indexed-dataset prefixes [default: the checkpoint's training
+    /// data]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub data_path: Vec<String>,
-    /// Weights of train, valid and test, by which whole documents are dealt (of text files,
-    /// paragraphs)
+    /// Weights of train, valid and test; documents (in text files, paragraphs) are not cut
     #[arg(long, value_name = "A,B,C", default_value = "100,0,0")]
     pub split: String,
     /// Which part of the split to evaluate
@@ -40,13 +39,13 @@ pub struct EvalArgs {
     /// Tokens per sample [default: the model's]
     #[arg(long, value_name = "N")]
     pub seq_length: Option<usize>,
-    /// Samples of one forward pass of one replica
+    /// Samples per forward pass of one replica
     #[arg(long, value_name = "B", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     pub micro_batch_size: u64,
     /// dp: replicas that share the samples
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub data_parallel_size: u32,
-    /// cp: ranks that each have a part of every sample
+    /// cp: ranks that share each sample
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub context_parallel_size: u32,
     /// Where tokenized text is cached [default: the user's cache folder]
@@ -84,7 +83,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     };
     if world.rank() == 0 && args.data_path.is_empty() {
         tell(&format!(
-            "note: no --data-path is given: that of training is taken, {}",
+            "note: --data-path is not given, so the training data are used: {}",
             data_path.join(" ")
         ));
     }
@@ -132,7 +131,7 @@ fn evaluate(args: &EvalArgs, found: &Found, world: Group) -> Result<()> {
     }
     if !loss.is_finite() {
         return Err(megatron::Error::Diverged(format!(
-            "the loss is {loss}: weights in {} hold NaN or infinity, or numbers overflow{}; evaluate an earlier checkpoint",
+            "the loss is {loss}: weights in {} hold NaN or infinity, or values overflow{}; evaluate an earlier checkpoint",
             found.path.display(),
             if found.dtype == DType::F16 { " fp16 (try --bf16)" } else { "" }
         ))
@@ -152,7 +151,8 @@ fn recorded_data(found: &Found) -> Result<Vec<String>> {
     let recorded = recorded.and_then(|paths| serde_json::from_value(paths).ok());
     recorded.filter(|paths: &Vec<String>| !paths.is_empty()).ok_or_else(|| {
         Error::usage(format!(
-            "no data: {} does not record any; give --data-path text files, folders of text, or the prefixes of indexed datasets",
+            "no data: {} does not record a data path; give --data-path text files, folders of \
+             text, or prefixes of indexed datasets",
             found.path.display()
         ))
     })

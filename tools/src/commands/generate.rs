@@ -15,32 +15,32 @@ use crate::report::{count, duration};
 
 /// Continue prompts with a trained model
 ///
-/// Writes each prompt and its continuation; a single prompt's as it is made. The same seed gives
-/// the same text on any layout. How fast that went is written to stderr.
+/// Writes each prompt and its continuation to stdout. With a single prompt, text appears as it is
+/// generated. The same seed gives the same text on any layout. The speed is written to stderr.
 #[derive(Args, Clone, Debug)]
 #[command(allow_negative_numbers = true)]
 #[command(after_help = "Examples:
-  megatron generate --load checkpoints/quickstart --prompt 'fn main() {'
+  megatron generate --load checkpoints/quickstart --prompt 'ROMEO:'
   megatron generate --load checkpoints/quickstart --prompt a --prompt b --temperature 0 --tensor-model-parallel-size 2")]
 pub struct GenerateArgs {
     #[command(flatten)]
     pub load: LoadArgs,
-    /// Text to continue; may be given several times
+    /// Text to continue; can be given several times
     #[arg(long, value_name = "TEXT", required = true)]
     pub prompt: Vec<String>,
-    /// New tokens for each prompt, at most
+    /// Most new tokens for each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub num_tokens: usize,
-    /// 0: always the likeliest token; above 1: more surprising ones
+    /// 0 always takes the likeliest token; values above 1 make unlikely tokens more frequent
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub temperature: f64,
-    /// Draw among this many likeliest tokens; 0: all
+    /// Sample among the N likeliest tokens; 0: all
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub top_k: usize,
-    /// Draw among the fewest likeliest tokens whose probabilities sum to this
+    /// Sample among the smallest set of likeliest tokens with probabilities that sum to P
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     pub top_p: f64,
-    /// Of the drawing
+    /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,
 }
@@ -61,11 +61,11 @@ pub fn run(args: &GenerateArgs) -> Result<u8> {
 
 fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     let tokenizer = args.load.tokenizer(found)?.ok_or_else(|| {
-        Error::usage("the checkpoint has no tokenizer beside it; name the one it was trained with: --tokenizer FILE")
+        Error::usage("no tokenizer is beside the checkpoint; give the one it was trained with: --tokenizer FILE")
     })?;
     if tokenizer.vocab_size() > found.model.vocab_size {
         return Err(Error::usage(format!(
-            "tokenizer {} has {} tokens, the model {}; name the tokenizer it was trained with",
+            "tokenizer {} has {} tokens, but the model has {}; give the tokenizer it was trained with",
             tokenizer.name(),
             tokenizer.vocab_size(),
             found.model.vocab_size
@@ -84,13 +84,13 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
         ends: ends(&tokenizer, Some(&found.folder()?))?,
         absent: tokenizer.absent(found.model.vocab_size),
     };
-    // Before weights are loaded, and a prompt printed.
+    // Checks prompts before weights are loaded or a prompt is printed.
     prompts.iter().try_for_each(|prompt| length.check_prompt(prompt))?;
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let inference = load(found, world, longest.saturating_add(length.tokens).min(length.window))?;
     if lead && args.temperature == 0.0 && (args.top_k > 0 || args.top_p < 1.0) {
         tell(
-            "note: --top-k and --top-p change nothing at --temperature 0, which takes the likeliest token",
+            "note: --top-k and --top-p have no effect at --temperature 0, which takes the likeliest token",
         );
     }
     let sampling = Sampling {
@@ -114,7 +114,7 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     }
     let mut stream = Continuation::of(&tokenizer, &prompts[0])?;
     crate::print_part(&args.prompt[0]);
-    // A decoder that fails does so at the end, too.
+    // A failing decoder also fails at the end, where the error is reported.
     let mut on_token = |_, token| {
         speed.token();
         crate::print_part(&stream.add(token).unwrap_or_default());
@@ -126,12 +126,12 @@ fn generate(args: &GenerateArgs, found: &Found, world: Group) -> Result<()> {
     Ok(())
 }
 
-/// How fast prompts are continued.
+/// Measures the speed of generation.
 struct Speed {
     start: Instant,
-    /// How many there are, and their tokens.
+    /// Number of prompts, and their tokens.
     prompts: (usize, usize),
-    /// New tokens, and when the first and the last of them came.
+    /// Number of new tokens, and the times of the first and the last.
     new: usize,
     came: Option<(Instant, Instant)>,
 }
@@ -148,13 +148,13 @@ impl Speed {
         self.came = Some((self.came.map_or(now, |(first, _)| first), now));
     }
 
-    /// Writes it to stderr: the first token of each tells of the prompts, the others of text that
-    /// is continued.
+    /// Writes the speed to stderr: the time to the first token measures prompts, the rest measures
+    /// generation.
     fn tell(&self) {
         let Some((first, last)) = self.came else { return };
         let (prompts, others) = ((first - self.start).as_secs_f64(), (last - first).as_secs_f64());
         let of_prompts = count(self.prompts.1 as u64, "token");
-        let mut text = format!("{of_prompts} of prompts in {}", duration(prompts));
+        let mut text = format!("{of_prompts} in prompts read in {}", duration(prompts));
         let new = self.new.saturating_sub(self.prompts.0);
         if new > 0 && others > 0.0 {
             text += &format!(

@@ -1,4 +1,4 @@
-//! The commands: which there are, and what was asked for. A folder or file for each.
+//! The list of commands, and the parsed request. Each command has its own file or folder.
 
 pub mod bench;
 #[cfg(test)]
@@ -13,6 +13,7 @@ pub mod launch;
 pub mod preprocess;
 pub mod pretrain;
 pub mod reshard;
+pub mod timeline;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -29,6 +30,7 @@ use self::inspect::InspectArgs;
 use self::launch::LaunchArgs;
 use self::preprocess::{PreprocessArgs, TokenizerArgs};
 use self::reshard::ReshardArgs;
+use self::timeline::{DrawingArgs, TimelineArgs};
 use crate::cli::words::{self, Others};
 use crate::cli::{
     Gathered, PretrainArgs, Stop, asks_for_help, flags, gather, origins_of, typed_origins,
@@ -38,7 +40,7 @@ use crate::error::Error;
 /// Pretrains GPT-like models under data × tensor × pipeline parallelism.
 #[derive(Debug, Parser)]
 #[command(name = "megatron", version, arg_required_else_help = true, args_override_self = true)]
-#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` explains a command.")]
+#[command(after_help = "`megatron COMMAND --help` or `megatron help COMMAND` describes a command.")]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,
@@ -56,13 +58,14 @@ pub enum Command {
     Tokenizer(TokenizerArgs),
     Import(ImportArgs),
     Export(ExportArgs),
+    Timeline(Box<TimelineArgs>),
     Bench(BenchArgs),
     Doctor(DoctorArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
 }
 
-/// What was asked for.
+/// The parsed command.
 #[derive(Debug)]
 pub enum Request {
     Pretrain(Box<Gathered>),
@@ -73,17 +76,18 @@ pub enum Request {
     Eval(EvalArgs),
     Preprocess(PreprocessArgs),
     Tokenizer(TokenizerArgs),
-    /// With the origins of what was typed.
+    /// With the origins of the flags that were typed.
     Reshard(Box<ReshardArgs>, BTreeMap<String, String>),
     Inspect(InspectArgs),
-    /// With the origins of what was typed.
+    Timeline(DrawingArgs, Box<Gathered>),
+    /// With the origins of the flags that were typed.
     Bench(Bench, BTreeMap<String, String>),
     Doctor(DoctorArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
 }
 
-/// The whole command line, as it is parsed and explained.
+/// The whole command line, as it is parsed and described in `--help`.
 pub fn command() -> clap::Command {
     let command =
         ["preprocess", "generate", "eval"].into_iter().fold(Cli::command(), |command, name| {
@@ -99,6 +103,15 @@ pub fn command() -> clap::Command {
         });
     command
         .mut_subcommand("pretrain", |pretrain| pretrain.mut_args(flags::with_switches))
+        .mut_subcommand("timeline", |timeline| {
+            // Its help names its own flags alone.
+            let of_pretrain = |arg: &Arg| arg.get_help_heading().is_some();
+            let hidden = |arg: Arg| match of_pretrain(&arg) {
+                true => arg.hide_short_help(true).hide_long_help(true),
+                false => arg,
+            };
+            timeline.mut_args(|arg| hidden(flags::with_switches(arg)))
+        })
         .mut_subcommand("reshard", |reshard| reshard.mut_args(flags::with_switches))
         .mut_subcommand("inspect", |inspect| inspect.mut_args(flags::with_switches))
         .mut_subcommand("bench", |bench| {
@@ -109,7 +122,7 @@ pub fn command() -> clap::Command {
 /// Reads the command line `words` (the program's name first) and the run file it names.
 ///
 /// # Errors
-/// [`Stop`] if there is something to print instead of something to do.
+/// [`Stop`] if there is only something to print and no command to run.
 pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
     let (command, mut names) = (command(), Vec::new());
     let mut innermost = &command;
@@ -124,6 +137,15 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         let words = words::sort(innermost, rest, Others::Trainers);
         return gather(&command, before, words)
             .map(|settings| Request::Pretrain(Box::new(settings)));
+    }
+    if names == ["timeline"] {
+        let words = words::sort(innermost, rest, Others::Trainers);
+        let own = [before, &words.own].concat();
+        let settings = gather(&command, before, words)?;
+        let matches = command.try_get_matches_from(own)?;
+        let typed = matches.subcommand_matches("timeline").cloned().unwrap_or_default();
+        let args = DrawingArgs::from_arg_matches(&typed)?;
+        return Ok(Request::Timeline(args, Box::new(settings)));
     }
     let mut known = before.to_vec();
     if names.is_empty() {
@@ -162,8 +184,9 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Tokenizer(args) => Ok(Request::Tokenizer(args)),
         Command::Completions(args) => Ok(Request::Completions(args)),
         Command::Man(args) => Ok(Request::Man(args)),
-        Command::Pretrain(_) => {
-            Err(Error::usage("internal error: `pretrain` is read elsewhere").into())
+        Command::Pretrain(_) | Command::Timeline(_) => {
+            Err(Error::usage("internal error: `pretrain` and `timeline` are parsed elsewhere")
+                .into())
         }
         Command::Bench(args) => {
             let step = matches

@@ -1,4 +1,4 @@
-//! `megatron reshard`: a checkpoint's state in the files of another layout.
+//! `megatron reshard`: writes a checkpoint's state as the files of another layout.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,14 +20,13 @@ use crate::signals::StopSignal;
 
 /// Rewrite a checkpoint for another layout
 ///
-/// Any checkpoint resumes under any layout as it is. This writes the files that a run of the layout
-/// would save, each holding what its rank owns, parameters and optimizer state; flags and defaults
-/// are those of `pretrain`. What is copied is checked against its checksums. Little memory is used,
-/// whatever the size of the model.
+/// Resuming does not need this: any checkpoint resumes under any layout. This command writes the
+/// files that a run with the new layout would save: each rank's parameters and optimizer state.
+/// Flags and defaults are those of `pretrain`. Copied data are checked against their checksums.
+/// Memory use is small for models of any size.
 ///
-/// CKPT is left as it is, and no file in CKPT2 is replaced by another. Nothing appears in CKPT2
-/// before everything is written; what an interrupted attempt leaves is hidden, and removed by the
-/// next.
+/// CKPT is not changed, and no file in CKPT2 is replaced. Nothing appears in CKPT2 until everything
+/// is written. An interrupted attempt leaves only hidden files, and the next attempt removes them.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron reshard checkpoints/gpt checkpoints/gpt-tp4 --tensor-model-parallel-size 4
@@ -36,10 +35,10 @@ pub struct ReshardArgs {
     /// Folder that `pretrain --save` wrote, or one iter_… folder in it
     #[arg(value_name = "CKPT")]
     pub from: PathBuf,
-    /// Folder for the new checkpoint; made, and must not hold one yet
+    /// Folder for the new checkpoint; created if missing, and must not hold a checkpoint
     #[arg(value_name = "CKPT2")]
     pub to: PathBuf,
-    /// Which of the checkpoints in CKPT [default: the latest]
+    /// Iteration of the checkpoint in CKPT [default: the latest]
     #[arg(long, value_name = "N")]
     pub iteration: Option<u64>,
     #[command(flatten, next_help_heading = "Layout of CKPT2")]
@@ -49,7 +48,8 @@ pub struct ReshardArgs {
 /// Reshards and returns the exit code; `origins` are those of what was typed.
 ///
 /// # Errors
-/// If the layout does not fit, the checkpoint is damaged, CKPT2 holds one, or the system refuses.
+/// If the layout does not fit, the checkpoint is damaged, CKPT2 holds a checkpoint, or a file
+/// operation fails.
 pub fn run(args: &ReshardArgs, given: &BTreeMap<String, String>) -> Result<u8> {
     let start = Instant::now();
     let path = checkpoint::locate(&args.from, args.iteration)?;

@@ -1,8 +1,7 @@
-//! The text that continues a prompt.
+//! Decodes the continuation of a prompt.
 //!
-//! Tokens do not decode one by one: a character may be spread over several, and decoders of
-//! sentencepiece's kind drop the space that begins a text. So the prompt's tokens are always
-//! decoded along.
+//! Tokens cannot be decoded one by one: a character can span several tokens, and sentencepiece
+//! decoders drop the leading space of a text. The prompt's tokens are therefore always decoded too.
 
 use megatron::data::Tokenizer;
 use megatron::train::Length;
@@ -10,17 +9,17 @@ use megatron::train::Length;
 use crate::error::Result;
 use crate::report::count;
 
-/// Tokens that follow a prompt, and how much of their text was told.
+/// Tokens that follow a prompt, and the text that was already returned.
 pub struct Continuation<'a> {
     tokenizer: &'a Tokenizer,
-    /// The prompt's and those after it.
+    /// The tokens of the prompt and those after it.
     tokens: Vec<u32>,
-    /// The text of all tokens when it was told last.
+    /// The text of all tokens at the last call.
     told: String,
 }
 
 impl<'a> Continuation<'a> {
-    /// One that has only its prompt.
+    /// A continuation with only its prompt.
     ///
     /// # Errors
     /// If the tokenizer cannot decode the prompt.
@@ -28,8 +27,7 @@ impl<'a> Continuation<'a> {
         Ok(Self { tokenizer, tokens: prompt.to_vec(), told: tokenizer.decode(prompt)? })
     }
 
-    /// The text that `token` adds, less what may still change (a character whose bytes are not all
-    /// there).
+    /// The text that `token` adds, without a character that is still incomplete.
     ///
     /// # Errors
     /// If the tokenizer's decoder fails.
@@ -52,8 +50,8 @@ impl<'a> Continuation<'a> {
         Ok(self.tell(text))
     }
 
-    /// The end of `text` from where it differs from what was told; a prompt's last character may
-    /// have been incomplete.
+    /// The end of `text` from where it differs from the text already returned; the prompt's last
+    /// character may have been incomplete.
     fn tell(&mut self, text: String) -> String {
         let same = text
             .chars()
@@ -67,7 +65,7 @@ impl<'a> Continuation<'a> {
     }
 }
 
-/// The text of the tokens `new` behind those of `prompt`.
+/// The text of the tokens `new` after those of `prompt`.
 ///
 /// # Errors
 /// If the tokenizer's decoder fails.
@@ -77,8 +75,8 @@ pub fn continued(tokenizer: &Tokenizer, prompt: &[u32], new: &[u32]) -> Result<S
     continuation.rest()
 }
 
-/// What to say of a continuation of `new` tokens that fills the model's positions before it has as
-/// many as were asked for.
+/// The note for a continuation of `new` tokens that fills the model's positions before it reaches
+/// the requested length.
 pub fn cut_short(prompt: usize, new: usize, length: &Length) -> Option<String> {
     (new < length.tokens && prompt + new >= length.window).then(|| {
         format!(
@@ -96,8 +94,8 @@ mod tests {
 
     use super::*;
 
-    /// A vocabulary as Llama 2's: words begin with ▁, other characters are bytes, and the first
-    /// space is no text.
+    /// A vocabulary like Llama 2's: words begin with ▁, other characters are bytes, and the first
+    /// space is not text.
     fn sentencepiece(folder: &Path) -> Tokenizer {
         let vocab =
             r#"{"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "▁once": 3, "▁upon": 4, "▁a": 5, ",": 6}"#;
@@ -148,8 +146,8 @@ mod tests {
         let told = [4, 1, 2, 5, 1].map(|token| streamed.add(token).unwrap());
         assert_eq!(told, [" upon", "", "é", " a", ""]);
         assert_eq!(streamed.rest().unwrap(), "\u{FFFD}");
-        // A prompt's tokens may end within a character; a prompt may also end with what stands for
-        // one that is damaged.
+        // A prompt's tokens may end within a character; a prompt may also end with a replacement
+        // character.
         assert_eq!(continued(&tokenizer, &[3, 1], &[2, 4]).unwrap(), "é upon");
         assert_eq!(continued(&Tokenizer::byte(), &[0x61, 0xef, 0xbf, 0xbd], &[0x62]).unwrap(), "b");
     }

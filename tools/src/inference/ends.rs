@@ -1,4 +1,4 @@
-//! The tokens at which a continuation ends: the tokenizer's end of a document, and those that a
+//! The tokens at which a continuation ends: the tokenizer's end-of-document token, and those that a
 //! Hugging Face model's files name.
 
 use std::path::Path;
@@ -8,12 +8,12 @@ use serde_json::Value;
 
 use crate::error::Result;
 
-/// Of a file of settings.
+/// Largest file of settings, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
-/// Where they are named; as in transformers, the first file there is says all.
+/// Files that name them; as in transformers, only the first existing file counts.
 const FILES: [&str; 3] = ["generation_config.json", "hf_config.json", "config.json"];
 
-/// Those of a model whose files lie in `folder`, if there are any.
+/// The end tokens of a model with files in `folder`, if any.
 ///
 /// # Errors
 /// If a file is damaged.
@@ -24,7 +24,7 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
     let bytes = megatron::files::read(&file, MAX_BYTES)
         .map_err(|error| megatron::Error::io("read", &file, error))?;
     let config: Value = serde_json::from_slice(&bytes).map_err(|error| {
-        megatron::Error::data(&file, format!("is no JSON: {error}; copy it again, or remove it"))
+        megatron::Error::data(&file, format!("is not JSON: {error}; copy it again, or remove it"))
     })?;
     let named = match &config["eos_token_id"] {
         Value::Null => &[][..],
@@ -35,7 +35,7 @@ pub fn ends(tokenizer: &Tokenizer, folder: Option<&Path>) -> Result<Vec<u32>> {
         let id = id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
             megatron::Error::data(
                 &file,
-                format!("eos_token_id: {id} is no token; copy the file again"),
+                format!("eos_token_id: {id} is not a token; copy the file again"),
             )
         })?;
         if !ends.contains(&id) {
@@ -64,7 +64,7 @@ mod tests {
         write("generation_config.json", r#"{"eos_token_id": null}"#);
         assert_eq!(found().unwrap(), [256]);
         for (damaged, part) in
-            [("{", "is no JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is no token")]
+            [("{", "is not JSON"), (r#"{"eos_token_id": [-1]}"#, "-1 is not a token")]
         {
             write("generation_config.json", damaged);
             assert!(found().unwrap_err().contains(part));

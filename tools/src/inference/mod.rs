@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::ranks::Distributed;
 use crate::ranks::{self, Joined};
 
-/// What both commands load, and over which ranks.
+/// What both commands load, and on which ranks.
 #[derive(Args, Clone, Debug)]
 pub struct LoadArgs {
     /// Folder that `pretrain --save` wrote, one iter_… folder in it, or a Hugging Face model
@@ -43,8 +43,8 @@ pub struct LoadArgs {
     /// Compute in fp16 rather than fp32: half the memory
     #[arg(long)]
     pub fp16: bool,
-    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on
-    /// its machine (`cuda`), or this one
+    /// Device of every rank: a GPU if there is one (`auto`), `cpu`, the GPU of the rank's local
+    /// number (`cuda`), or GPU N (`cuda:N`)
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
@@ -52,14 +52,14 @@ pub struct LoadArgs {
     pub threads: Option<u32>,
 }
 
-/// Weights that were looked at, but not loaded.
+/// Weights that were found, but not loaded.
 pub enum Weights {
     /// In an `iter_…` folder.
     Checkpoint,
     HuggingFace(Box<HfModel>),
 }
 
-/// A model that was looked at, but not loaded.
+/// A model that was found, but not loaded.
 pub struct Found {
     pub path: PathBuf,
     pub weights: Weights,
@@ -70,10 +70,9 @@ pub struct Found {
 }
 
 impl LoadArgs {
-    /// Looks at the checkpoint and checks that its model can be cut as asked for.
+    /// Finds the checkpoint and checks that its model fits the requested layout.
     fn find(&self, cp: usize, dp: usize) -> Result<Found> {
-        // What was trained in the folder of a Hugging Face model is meant, not what it started
-        // from.
+        // A checkpoint in a Hugging Face folder takes priority over the model it started from.
         let (path, weights) =
             if self.load.join("config.json").exists() && !checkpoint::holds_any(&self.load)? {
                 (self.load.clone(), Weights::HuggingFace(Box::new(HfModel::open(&self.load)?)))
@@ -93,13 +92,13 @@ impl LoadArgs {
         ] {
             if !value.is_multiple_of(tp) {
                 return Err(Error::usage(format!(
-                    "--tensor-model-parallel-size {tp} does not divide the model's {what}, {value}"
+                    "--tensor-model-parallel-size {tp} does not divide the model's {value} {what}"
                 )));
             }
         }
         if !model.num_query_groups.is_multiple_of(tp * cp) {
             return Err(Error::usage(format!(
-                "--tensor-model-parallel-size {tp} · --context-parallel-size {cp} does not divide the model's query groups, {}",
+                "--tensor-model-parallel-size {tp} · --context-parallel-size {cp} does not divide the model's {} query groups",
                 model.num_query_groups
             )));
         }
@@ -120,7 +119,7 @@ impl LoadArgs {
         Ok(Found { path, weights, model, parallel, dtype, device: Device::Cpu })
     }
 
-    /// The tokenizer asked for, or the one that the model was trained with.
+    /// The requested tokenizer, or the one that the model was trained with.
     pub fn tokenizer(&self, found: &Found) -> Result<Option<Tokenizer>> {
         let (name, options) = self.tokenizer_name(found)?;
         Ok(match name {
@@ -129,11 +128,11 @@ impl LoadArgs {
         })
     }
 
-    /// Its name, and how it takes text: as it did in training.
+    /// Its name and options, as in training.
     pub fn tokenizer_name(&self, found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
         let ChosenTokenizer { name, options, note } = self.tokenizer.choose(None)?;
         if let Some(note) = note {
-            // Nobody may be there to read it.
+            // Standard error may be closed.
             let _ = writeln!(std::io::stderr(), "{note}");
         }
         if name.is_some() {
@@ -155,14 +154,14 @@ fn trained_with(found: &Found) -> Result<(Option<String>, TokenizerOptions)> {
     }
 }
 
-/// The tokenizer that the model of a checkpoint was trained with, as far as is known: one without a
-/// file if its run says so, else the file that lies with it; and how it took text.
+/// The tokenizer that a checkpoint's model was trained with, as far as known: one without a file if
+/// the run records so, otherwise the file beside the checkpoint. Also its options.
 ///
 /// # Errors
 /// If the checkpoint cannot be read.
 pub fn tokenizer_of(path: &Path) -> Result<(Option<String>, TokenizerOptions)> {
-    // The files of another tokenizer, sidecar files of a Hugging Face model, may lie beside bytes,
-    // which have none.
+    // A run with the byte tokenizer, which has no file, may have another tokenizer's files beside
+    // it: sidecar files of a Hugging Face model.
     let manifest = checkpoint::Manifest::read(path)?;
     let data = |key: &str| manifest.state.pointer(&format!("/config/data/{key}"));
     let said = data("tokenizer_options").and_then(|said| serde_json::from_value(said.clone()).ok());
@@ -182,7 +181,7 @@ fn tokenizer_in(folders: impl IntoIterator<Item = PathBuf>) -> Option<String> {
 }
 
 impl Found {
-    /// Where files lie that say more of the model.
+    /// The folder with further files of the model.
     pub fn folder(&self) -> Result<PathBuf> {
         match self.weights {
             Weights::Checkpoint => Ok(checkpoint::checkpoints_folder(&self.path)?),
@@ -191,7 +190,7 @@ impl Found {
     }
 }
 
-/// Runs `body` on every rank of the layout: starts them, or joins as one of them.
+/// Runs `body` on every rank of the layout: starts the ranks, or joins as one of them.
 pub fn on_ranks(
     args: &LoadArgs,
     cp: usize,
@@ -213,7 +212,8 @@ pub fn on_ranks(
         Some(place) if place.world_size == world_size => place,
         Some(place) => {
             return Err(Error::usage(format!(
-                "{} = {} (environment) ranks were started, but tp · cp · pp · dp = {world_size}",
+                "{} = {} (environment) ranks were started, but tp · cp · pp · dp = {world_size}; \
+                 start that many ranks or change the layout",
                 place.variables.world_size, place.world_size
             )));
         }
@@ -237,8 +237,8 @@ pub fn on_ranks(
     Ok(0)
 }
 
-/// Loads this rank's share of the weights, for sequences of at most `seq_length` tokens: the model
-/// may claim any length.
+/// Loads this rank's share of the weights, for sequences of at most `seq_length` tokens, because
+/// the model may claim any length.
 pub fn load(found: &Found, world: Group, seq_length: usize) -> Result<Inference> {
     let config = ModelConfig { seq_length, ..found.model.clone() };
     if let (0, Weights::HuggingFace(folder)) = (world.rank(), &found.weights) {

@@ -1,5 +1,5 @@
-//! From the ends of several ranks to the one message that names the cause; and of several machines,
-//! whose supervisors tell that of their ranks.
+//! Turns the failures of several ranks into one message that names the cause. With several
+//! machines, their supervisors report the cause of their ranks.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::fault::Fault;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Who {
     Rank(usize),
-    /// A machine, by its supervisor.
+    /// A machine, represented by its supervisor.
     Host(String),
 }
 
@@ -38,30 +38,30 @@ impl Who {
     }
 }
 
-/// Several of a kind: `rank 1, 3`.
+/// Several processes of one kind: `rank 1, 3`.
 pub fn listed(who: &[Who]) -> String {
     let names: Vec<String> = who.iter().map(Who::short).collect();
     format!("{} {}", who.first().map_or("rank", Who::kind), names.join(", "))
 }
 
-/// A rank, or host, that ended badly. Kept in the order in which they ended.
+/// A rank or host that failed. Kept in the order in which they ended.
 #[derive(Clone, Debug)]
 pub struct Failure {
     pub who: Who,
     pub pid: u32,
     pub exit: Exit,
-    /// What the rank itself said, if it is one of ours.
+    /// The rank's own report, if it is a rank of this program.
     pub fault: Option<Fault>,
     /// The last line of its standard error.
     pub last_line: Option<String>,
-    /// What its end tells where it could not say anything itself.
+    /// An explanation from its exit, if it could not report anything itself.
     pub explanation: Option<String>,
 }
 
 impl Failure {
-    /// Whether one of our ranks says that it would end so again. What it says of settings may only
-    /// hold until a GPU or a port is free where ranks with the same settings ran before, so it
-    /// counts of the `first` alone.
+    /// Whether a rank of this program reports that it would fail again. After a restart, an error
+    /// about settings can be temporary, until a GPU or a port is free, so it counts only for the
+    /// `first` round.
     pub fn comes_again(&self, first: bool) -> bool {
         self.fault
             .as_ref()
@@ -126,13 +126,11 @@ fn with_ranks(fault: &Fault, cause: &Failure, failures: &[Failure], started: usi
 
 fn hint(signal: i32) -> &'static str {
     match signal {
-        libc::SIGKILL => " (by someone, or by the kernel because memory ran out: see `dmesg`)",
-        libc::SIGBUS => {
-            " (a file was cut short while it was read, or no memory was left for what ranks share)"
-        }
+        libc::SIGKILL => " (by a user, or by the kernel because memory ran out: see `dmesg`)",
+        libc::SIGBUS => " (a file was truncated while it was read, or shared memory ran out)",
         libc::SIGILL => " (the program was built for another processor)",
         libc::SIGSEGV | libc::SIGABRT => {
-            " (a bug; please report it with the command and the run file)"
+            " (a bug: please report it with the command and the run file)"
         }
         _ => "",
     }

@@ -1,9 +1,9 @@
-//! The machines of a run: DeepSpeed's hostfile, and what of it `--include` or `--exclude` select.
+//! The machines of a run: DeepSpeed's hostfile, filtered by `--include` or `--exclude`.
 //!
 //! Source: deepspeed/launcher/runner.py. A line is `HOST slots=N`; `#` begins a comment. A filter
-//! is `HOST[:SLOT,…]@…`, and a host without slots stands for all of its. Selected hosts keep the
-//! file's order, and slots the filter's. An IPv6 address may be in brackets, which a filter needs
-//! where slots follow; a filter may name a host with the user that it has in the file.
+//! is `HOST[:SLOT,…]@…`, and a host without slots means all of its slots. Selected hosts keep the
+//! order of the file, slots that of the filter. An IPv6 address may be in brackets, which a filter
+//! needs if slots follow. A filter may name a host with its user as in the file.
 
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
@@ -11,24 +11,24 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Of a list of machines.
+/// Largest hostfile, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// A machine and the slots of it that are used, one a rank.
+/// A machine and its slots in use, one per rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
-    /// As ssh takes it, with a user if the file names one.
+    /// The name for ssh, with the user if the file names one.
     pub destination: String,
     /// Without the user.
     pub name: String,
     /// Numbers of GPUs.
     pub slots: Vec<usize>,
-    /// How many there are in the file.
+    /// Number of slots in the file.
     pub all: usize,
 }
 
 impl Host {
-    /// CUDA_VISIBLE_DEVICES and its value, where some of the slots are left out.
+    /// CUDA_VISIBLE_DEVICES and its value, if some slots are left out.
     pub fn visible_devices(&self) -> Option<(OsString, OsString)> {
         let numbers: Vec<String> = self.slots.iter().map(usize::to_string).collect();
         let is_all = self.slots.iter().copied().eq(0..self.all);
@@ -36,11 +36,11 @@ impl Host {
     }
 }
 
-/// The hosts in `path`, of which a filter selects some.
+/// The hosts in `path` that the filter selects.
 ///
 /// # Errors
-/// If the file cannot be read or used, a filter names what is not in it, or hosts have different
-/// numbers of slots.
+/// If the file cannot be read or parsed, a filter names a host or slot that is not in it, or hosts
+/// have different numbers of slots.
 pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result<Vec<Host>> {
     let text = megatron::files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
         action: format!("read the hostfile {}", path.display()),
@@ -61,10 +61,10 @@ pub fn read(path: &Path, include: Option<&str>, exclude: Option<&str>) -> Result
     Ok(hosts)
 }
 
-/// Errors go on where the file's name ends.
+/// Error messages continue after the file's name.
 fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
     let mut hosts: Vec<Host> = vec![];
-    // Editors of Windows mark UTF-8 so.
+    // Windows editors start UTF-8 files with this mark.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     for (number, line) in text.lines().enumerate() {
         let line = line.split('#').next().unwrap_or_default().trim();
@@ -75,14 +75,14 @@ fn parse(text: &str) -> std::result::Result<Vec<Host>, String> {
         let host = parse_line(line).map_err(wrong)?;
         if hosts.iter().any(|other| other.name == host.name) {
             return Err(wrong(format!(
-                "{} is there twice; give all of its slots in one line",
+                "{} is listed twice; give all of its slots in one line",
                 host.name
             )));
         }
         hosts.push(host);
     }
     if hosts.is_empty() {
-        Err(" names no host; a line is `HOST slots=N`".to_string())
+        Err(" lists no host; a line is `HOST slots=N`".to_string())
     } else {
         Ok(hosts)
     }
@@ -102,36 +102,36 @@ fn parse_line(line: &str) -> std::result::Result<Host, String> {
     let (user, host) =
         written.rsplit_once('@').map_or((None, written), |(user, host)| (Some(user), host));
     let name = bare(host);
-    // ssh would take it for an option.
+    // ssh would parse it as an option.
     if name.is_empty() || written.starts_with('-') {
-        return Err(format!("`{written}` is no name of a host"));
+        return Err(format!("`{written}` is not a host name"));
     }
     if name.contains([':', '[', ']']) && !is_ipv6(name) {
         return Err(format!(
-            "`{written}` is no name of a host, nor an IPv6 address; a port is for --ssh-port"
+            "`{written}` is neither a host name nor an IPv6 address; give a port with --ssh-port"
         ));
     }
     if !(1..=4096).contains(&all) {
         return Err(format!(
-            "slots={all} must be 1 to 4096; to leave {name} out, put # before its line"
+            "slots={all} must be 1 to 4096; to leave {name} out, put # at the start of its line"
         ));
     }
     let destination = user.map_or_else(|| name.to_string(), |user| format!("{user}@{name}"));
     Ok(Host { destination, name: name.to_string(), slots: (0..all).collect(), all })
 }
 
-/// An address without the brackets that set it off from what follows; ssh takes none.
+/// An address without brackets, which ssh does not accept.
 fn bare(host: &str) -> &str {
     host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(host)
 }
 
-/// Whether `name` is an address of IPv6, with a zone perhaps (`fe80::1%eth0`).
+/// Whether `name` is an IPv6 address, possibly with a zone (`fe80::1%eth0`).
 fn is_ipv6(name: &str) -> bool {
     name.split('%').next().is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
 }
 
-/// The parts of a filter, `HOST[:SLOT,…]@…`. A host's user is before an `@`, too: it is one where
-/// the file has that host with that user and no host of its name.
+/// The parts of a filter, `HOST[:SLOT,…]@…`. An `@` can also follow a host's user: this is so if
+/// the file has that host with that user, and no host with the user's name.
 fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
     let mut parts: Vec<String> = vec![];
     let mut user: Option<&str> = None;
@@ -161,7 +161,7 @@ fn parts(hosts: &[Host], filter: &str) -> Vec<String> {
 
 /// The host that a part of a filter names, and the list of its slots.
 fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) {
-    // An address that stands alone has colons of its own.
+    // A plain address contains colons itself.
     if is_ipv6(bare(part)) || hosts.iter().any(|host| host.name == bare(part)) {
         return (bare(part), None);
     }
@@ -171,14 +171,14 @@ fn split_slots<'a>(hosts: &[Host], part: &'a str) -> (&'a str, Option<&'a str>) 
         .map_or((part, None), |(name, list)| (name, Some(list)))
 }
 
-/// Those of `hosts` that `filter` names, or all others.
+/// The hosts that `filter` names, or all others.
 fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Vec<Host>, String> {
     let mut named: Vec<(String, Vec<usize>)> = vec![];
     for part in parts(hosts, filter) {
         let (name, list) = split_slots(hosts, &part);
         let known = || hosts.iter().map(|host| host.name.as_str()).collect::<Vec<_>>().join(", ");
         let Some(host) = hosts.iter().find(|host| host.name == name) else {
-            return Err(format!("there is no host `{name}`; there are {}", known()));
+            return Err(format!("there is no host `{name}`; the hosts are {}", known()));
         };
         if named.iter().any(|(other, _)| *other == name) {
             return Err(format!("{name} is named twice; give its slots as {name}:0,1"));
@@ -211,10 +211,14 @@ fn select(hosts: &[Host], filter: &str, include: bool) -> std::result::Result<Ve
         (!slots.is_empty()).then(|| Host { slots, ..host.clone() })
     });
     let selected: Vec<Host> = selected.collect();
-    if selected.is_empty() { Err("this leaves no host".to_string()) } else { Ok(selected) }
+    if selected.is_empty() {
+        Err("no host is left; select at least one".to_string())
+    } else {
+        Ok(selected)
+    }
 }
 
-/// torchrun's variables, and GPUs by local rank, are for machines with as many ranks each.
+/// torchrun's variables, and GPUs by local rank, need the same number of ranks on each machine.
 fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     let most = hosts.iter().map(|host| host.slots.len()).min().unwrap_or(0);
     if hosts.iter().all(|host| host.slots.len() == most) {
@@ -230,7 +234,8 @@ fn refuse_uneven(hosts: &[Host]) -> std::result::Result<(), String> {
     let even: Vec<String> =
         hosts.iter().map(|host| format!("{}:{}", name(host), slots(host))).collect();
     Err(format!(
-        "every host must have as many ranks as the others, but slots are: {}; take as many of each, as by --include {}",
+        "all hosts must have the same number of ranks, but slots are: {}; select equally many of \
+         each, for example with --include {}",
         counts.join(", "),
         even.join("@")
     ))
@@ -290,20 +295,20 @@ mod tests {
     #[test]
     fn lines_that_cannot_be_used_are_told_with_their_number() {
         for (text, expected) in [
-            ("", " names no host"),
-            ("# h0 slots=1", " names no host"),
+            ("", " lists no host"),
+            ("# h0 slots=1", " lists no host"),
             ("h0 slots=1\nh1 lots=2", ":2: `h1 lots=2` is not of the form"),
             ("h0", ":1: `h0` is not"),
             ("h0 slots=1 max_slots=2", ":1: `h0 slots=1 max_slots=2` is not"),
             ("h0 slots=0", ":1: slots=0 must be 1 to 4096; to leave h0 out"),
-            ("h0 slots=1\na@h0 slots=2", ":2: h0 is there twice"),
-            ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is no name"),
-            ("a@ slots=1", ":1: `a@` is no name"),
+            ("h0 slots=1\na@h0 slots=2", ":2: h0 is listed twice"),
+            ("-oProxyCommand=x slots=1", ":1: `-oProxyCommand=x` is not a host name"),
+            ("a@ slots=1", ":1: `a@` is not a host name"),
             (
                 "h0:2222 slots=1",
-                ":1: `h0:2222` is no name of a host, nor an IPv6 address; a port is for --ssh-port",
+                ":1: `h0:2222` is neither a host name nor an IPv6 address; give a port with --ssh-port",
             ),
-            ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is no name of a host, nor an IPv6"),
+            ("[fd00::1]:2222 slots=1", ":1: `[fd00::1]:2222` is neither a host name nor an IPv6"),
         ] {
             let why = parse(text).unwrap_err();
             assert!(why.starts_with(expected), "{text}: {why}");
@@ -323,7 +328,7 @@ mod tests {
             [host("h0", &[0, 1, 2, 3]), host("h1", &[0, 1, 2])]
         );
         assert_eq!(selected("h0", false).unwrap(), [host("h1", &[0, 1, 2, 3])]);
-        // With the user that the file has.
+        // With the user as in the file.
         assert_eq!(selected("me@h1:0,1", true).unwrap(), [host("h1", &[0, 1])]);
         assert_eq!(
             selected("h0:0@me@h1", true).unwrap(),
@@ -337,17 +342,17 @@ mod tests {
     #[test]
     fn filters_that_name_what_is_not_there_are_refused() {
         for (filter, include, expected) in [
-            ("h2", true, "there is no host `h2`; there are h0, h1"),
+            ("h2", true, "there is no host `h2`; the hosts are h0, h1"),
             ("", true, "there is no host ``"),
-            ("you@h1", true, "there is no host `you`; there are h0, h1"),
-            ("me@h0", true, "there is no host `me`; there are h0, h1"),
-            ("h0@me", true, "there is no host `me`; there are h0, h1"),
-            ("me@me@h1", true, "there is no host `me`; there are h0, h1"),
+            ("you@h1", true, "there is no host `you`; the hosts are h0, h1"),
+            ("me@h0", true, "there is no host `me`; the hosts are h0, h1"),
+            ("h0@me", true, "there is no host `me`; the hosts are h0, h1"),
+            ("me@me@h1", true, "there is no host `me`; the hosts are h0, h1"),
             ("h0:4", true, "h0 has no slot `4`; its slots are 0 to 3"),
             ("h0:", false, "h0 has no slot ``"),
             ("h0:0@h0:1", true, "h0 is named twice"),
             ("h0:1,1", false, "slot 1 of h0 is named twice"),
-            ("h0@h1", false, "this leaves no host"),
+            ("h0@h1", false, "no host is left; select at least one"),
         ] {
             let why = selected(filter, include).unwrap_err();
             assert!(why.starts_with(expected), "{filter}: {why}");

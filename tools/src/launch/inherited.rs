@@ -1,11 +1,11 @@
-//! What a process has from whoever started it: ignored signals and limits.
+//! What a process inherits from its parent: ignored signals and limits.
 // Signals and limits are foreign functions throughout; each call states why it is sound.
 #![allow(unsafe_code)]
 
 use std::sync::OnceLock;
 
-/// Whether `signal` was ignored when this process started, as `nohup` and shells without job
-/// control arrange, and still is. Whoever did so wants it to have no effect.
+/// Whether `signal` was ignored when this process started, as by `nohup` and shells without job
+/// control, and still is. Such a signal must have no effect.
 pub fn is_ignored(signal: i32) -> bool {
     // SAFETY: an all-zero sigaction is valid; without a new action the call only fills it in.
     unsafe {
@@ -15,18 +15,17 @@ pub fn is_ignored(signal: i32) -> bool {
     }
 }
 
-/// How many files this process might have open when it started, if that was changed since.
+/// The limit on open files at this process's start, if it was changed since.
 static OPEN_FILES: OnceLock<libc::rlimit> = OnceLock::new();
 
-/// Makes limits into errors that can be reported, and the one of open files as wide as this user
-/// may have it. Call once, first of all.
+/// Makes exceeded limits reportable errors, and raises the limit on open files as far as this user
+/// may. Call once, before anything else.
 pub fn adjust() {
-    // SAFETY: no handler is installed. A write beyond the limit of file sizes then fails with EFBIG
+    // SAFETY: no handler is installed. A write beyond the limit on file sizes then fails with EFBIG
     // instead of ending the process.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: both calls touch nothing but `limit`. Where they are refused everything stays as it
-    // is.
+    // SAFETY: both calls touch only `limit`. If they fail, nothing changes.
     unsafe {
         if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 && limit.rlim_cur < limit.rlim_max
         {
@@ -41,19 +40,19 @@ pub fn adjust() {
 /// Sets the signals and limits of a rank between fork and exec: allocates nothing and makes system
 /// calls only.
 pub fn prepare_rank() {
-    // Other programs may take the limit for how many there are to close, or use `select`; this one
-    // widens it again.
+    // Other programs may close as many files as the limit says, or use `select`; this program
+    // raises it again.
     if let Some(limit) = OPEN_FILES.get() {
-        // SAFETY: the call reads `limit`, and is a system call alone.
+        // SAFETY: the call only reads `limit` and is a plain system call.
         unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, limit) };
     }
     // SAFETY: signal is async-signal-safe and installs no handler here.
     unsafe {
-        // A rank is of a background process group, which `stty tostop` would stop where it prints.
+        // A rank is in a background process group, which `stty tostop` would stop when it prints.
         libc::signal(libc::SIGTTOU, libc::SIG_IGN);
-        // The supervisor asks ranks to stop by it, even if it ignores it itself.
+        // The supervisor asks ranks to stop with this signal, even if it ignores it itself.
         libc::signal(libc::SIGTERM, libc::SIG_DFL);
-        // Other programs expect it as it was; this one adjusts it again.
+        // Other programs expect the default; this program adjusts it again.
         libc::signal(libc::SIGXFSZ, libc::SIG_DFL);
     }
 }

@@ -1,4 +1,4 @@
-//! The ranks of this machine: what is started, and with which variables.
+//! The ranks of this machine: their command and environment variables.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
 
 /// The commands' names.
-pub const COMMANDS: [&str; 14] = [
+pub const COMMANDS: [&str; 15] = [
     "pretrain",
     "generate",
     "eval",
@@ -25,24 +25,25 @@ pub const COMMANDS: [&str; 14] = [
     "tokenizer",
     "import",
     "export",
+    "timeline",
     "bench",
     "doctor",
     "completions",
     "man",
 ];
 
-/// How many hardware queues CUDA gives a process. Streams that share one run what is queued on them
-/// in the order issued, so a receive that waits for its message would hold up the computation that
-/// other ranks wait for.
+/// How many hardware queues CUDA gives a process. Streams that share a queue run in the order of
+/// issue, so a receive that waits for its message would block computation that other ranks wait
+/// for.
 pub const GPU_QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// As many as CUDA has.
+/// The maximum of CUDA.
 pub const MOST_GPU_QUEUES: usize = 32;
-/// Unless this is 0, NCCL (2.22 and later) connects ranks for each of its algorithms when an
-/// operation first takes it: amid a step, in which they may be at different operations, instead of
-/// when the group is made.
+/// Unless this is 0, NCCL (2.22 and later) connects ranks for each algorithm when an operation
+/// first uses it, not when the group is created. That is in the middle of a step, where ranks may
+/// be at different operations.
 pub const NCCL_CONNECTS_LATE: &str = "NCCL_RUNTIME_CONNECT";
 
-/// What this program is called.
+/// The name of this program.
 const OWN_NAME: &str = "megatron";
 
 /// Ranks of this machine.
@@ -52,21 +53,20 @@ pub struct Ranks {
     pub command: Vec<OsString>,
     /// Ranks on this machine.
     pub local_ranks: usize,
-    /// Machines, all with as many ranks.
+    /// Machines, all with the same number of ranks.
     pub nodes: usize,
-    /// Which of them this is.
+    /// The number of this machine.
     pub node_rank: usize,
     /// MASTER_ADDR and MASTER_PORT.
     pub master: (String, u16),
-    /// Whether any free port does.
+    /// Whether any free port can be used.
     pub any_port: bool,
-    /// Whether this process serves the store there, at a port of its own, so that rank 0 does not.
+    /// Whether this process, instead of rank 0, serves the store there, at a port it chooses.
     pub serves_store: bool,
-    /// What they prove to each other with that they are of this run.
+    /// The secret with which ranks prove that they belong to this run.
     pub secret: Secret,
     pub style: Style,
-    /// Several ranks use one GPU, which NCCL takes for a mistake unless each says that it is on
-    /// another host.
+    /// Several ranks use one GPU, which NCCL refuses unless each rank claims to be on another host.
     pub shares_gpus: bool,
     /// More variables of all ranks.
     pub variables: Vec<(OsString, OsString)>,
@@ -78,8 +78,8 @@ impl Ranks {
         self.node_rank * self.local_ranks + index
     }
 
-    /// Serves the store where they meet next, if that is for this process to do: here rather than
-    /// in rank 0 there is no moment in which another program can take the port.
+    /// Serves the store where ranks meet next, if this process is to serve it. Serving it here
+    /// instead of in rank 0 leaves no moment in which another program can take the port.
     ///
     /// # Errors
     /// If the loopback interface refuses to listen.
@@ -94,11 +94,11 @@ impl Ranks {
         Ok(Some(store))
     }
 
-    /// The command of local rank `index`, with torchrun's variables, for ranks that were started
-    /// again `restarts` times, of at most `max_restarts`.
+    /// The command of local rank `index` with torchrun's variables, for ranks that were restarted
+    /// `restarts` times of at most `max_restarts`.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the device does not exist.
     pub fn command(&self, index: usize, restarts: u32, max_restarts: u32) -> Result<Command> {
         let (program, arguments) = self
             .command
@@ -125,7 +125,7 @@ impl Ranks {
             .env("ROLE_NAME", "default")
             .env(SUPERVISED, watch::supervisor());
         command.env(started::STARTED_AT, started::for_ranks());
-        // Said of the port of whoever started this process; ranks use the one given here.
+        // It describes the port of this process's own launcher; ranks use the port given here.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         if self.shares_gpus {
@@ -142,7 +142,7 @@ impl Ranks {
             Style::Command => command.env_remove(OWN_RANKS),
         };
         if let Some(secret) = self.secret.reveal() {
-            // Whoever is not this user does not see the environment of its processes.
+            // Other users cannot see the environment of this user's processes.
             command.env(RUN_SECRET, secret);
         }
         if self.serves_store {
@@ -161,7 +161,7 @@ impl Ranks {
         Ok(command)
     }
 
-    /// What its lines begin with.
+    /// The prefix of its lines.
     pub fn prefix(&self, index: usize) -> String {
         match self.style {
             Style::Command => format!("[{}]: ", self.rank(index)),
@@ -171,8 +171,8 @@ impl Ranks {
     }
 }
 
-/// The program that a word names: this one where it is called as this one is and no other is on the
-/// `PATH`.
+/// The program that a word names: this program if the word is its name and no other such program is
+/// on the `PATH`.
 fn meant(word: &OsStr) -> OsString {
     match std::env::current_exe() {
         Ok(own) if word == OWN_NAME && !is_on_path(word) => own.into_os_string(),
@@ -196,5 +196,5 @@ pub fn not_started(who: &Who, program: &OsStr, source: io::Error) -> Error {
         true => format!("; a command of this program is `{OWN_NAME} {name} …`"),
         false => "; give its path".to_string(),
     };
-    Error::Launch(format!("cannot start {who}: there is no program {name} on the PATH{advice}"))
+    Error::Launch(format!("cannot start {who}: program {name} is not on the PATH{advice}"))
 }

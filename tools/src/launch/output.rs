@@ -1,5 +1,6 @@
-//! What ranks print: read line by line by one thread per stream, handed to the supervisor in order
-//! of arrival, printed by one more, so that the supervisor waits for nobody who reads.
+//! The output of ranks. One thread per stream reads it line by line and passes it to the supervisor
+//! in order of arrival. Another thread prints it, so that the supervisor never waits for a slow
+//! reader.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,9 +18,9 @@ pub enum Stream {
 /// Something that happened on a rank's stream.
 #[derive(Debug)]
 pub enum Event {
-    /// A line without its end; longer ones come in pieces.
+    /// A line without its line break; long lines come in pieces.
     Line { index: usize, stream: Stream, line: String },
-    /// The stream ended: everyone who could write to it has.
+    /// The stream ended: all its writers have ended.
     Closed { index: usize },
 }
 
@@ -60,10 +61,10 @@ pub fn forward(
 
 /// Prints lines in order, on a thread of its own.
 pub struct Printer {
-    /// None once nothing more will come.
+    /// None once there is nothing more to print.
     sender: Option<SyncSender<(Stream, String)>>,
     thread: JoinHandle<()>,
-    /// What there was no room for, since whoever reads this program's output does not.
+    /// Lines without room in the queue, because this program's output is not being read.
     waiting: VecDeque<(Stream, String)>,
 }
 
@@ -72,13 +73,13 @@ impl Printer {
     /// If no thread can be started, or there is no output.
     pub fn start() -> std::io::Result<Self> {
         let (sender, lines) = sync_channel::<(Stream, String)>(1024);
-        // Not by the standard library's streams, whose locks would be held while nobody reads: the
-        // program's end takes them.
+        // Not the standard library's streams: their locks would be held while output is not read,
+        // and the program needs them to exit.
         let mut stdout = std::fs::File::from(std::io::stdout().as_fd().try_clone_to_owned()?);
         let mut stderr = std::fs::File::from(std::io::stderr().as_fd().try_clone_to_owned()?);
         let thread = thread::Builder::new().spawn(move || {
             for (stream, text) in lines {
-                // A closed terminal or pipe is no reason to stop a run.
+                // A closed terminal or pipe must not stop a run.
                 let _ = match stream {
                     Stream::Stdout => stdout.write_all(text.as_bytes()),
                     Stream::Stderr => stderr.write_all(text.as_bytes()),
@@ -88,19 +89,19 @@ impl Printer {
         Ok(Self { sender: Some(sender), thread, waiting: VecDeque::new() })
     }
 
-    /// Takes a line in any case; who has much to print looks at [`Self::is_stuck`] before.
+    /// Takes a line in any case; a caller with much output checks [`Self::is_stuck`] first.
     pub fn print(&mut self, stream: Stream, prefix: &str, line: &str) {
         self.waiting.push_back((stream, format!("{prefix}{line}\n")));
         self.hand_over();
     }
 
-    /// Whether there is no room for more, as nobody reads.
+    /// Whether the queue is full because output is not read.
     pub fn is_stuck(&mut self) -> bool {
         self.hand_over();
         !self.waiting.is_empty()
     }
 
-    /// Gives the thread what waits, as far as there is room.
+    /// Passes waiting lines to the thread, as far as there is room.
     fn hand_over(&mut self) {
         let Some(sender) = &self.sender else { return };
         while let Some(line) = self.waiting.pop_front() {
@@ -113,7 +114,7 @@ impl Printer {
         }
     }
 
-    /// Whether all that it was given has been printed. Nothing more may come.
+    /// Whether all lines have been printed. No lines may be added after this call.
     pub fn is_done(&mut self) -> bool {
         if !self.is_stuck() {
             self.sender = None;

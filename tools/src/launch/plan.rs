@@ -1,4 +1,4 @@
-//! What is started, and how it is treated.
+//! What a supervisor starts, and how it treats it.
 
 use std::process::Command;
 use std::time::Duration;
@@ -12,43 +12,43 @@ use super::process::Exit;
 use super::remote::Hosts;
 use crate::error::Result;
 
-/// Set for ranks whose supervisor serves the store at MASTER_ADDR:MASTER_PORT.
+/// Set for ranks if their supervisor serves the store at MASTER_ADDR:MASTER_PORT.
 pub const STORE_SERVED: &str = "MEGATRON_STORE_SERVED";
 
-/// Set for ranks that a command of ours starts for itself.
+/// Set for ranks that a command of this program starts for itself.
 pub const OWN_RANKS: &str = "MEGATRON_OWN_RANKS";
 
-/// torchrun's variable: how often ranks may be started again.
+/// torchrun's variable: how often ranks may be restarted.
 pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
-/// torchrun's variable: how often they were.
+/// torchrun's variable: how often ranks were restarted.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// How ranks' output is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
-    /// Of one run: rank 0 writes to this process's standard output itself; other ranks' lines are
-    /// prefixed `[rank N] `.
+    /// For one run: rank 0 writes directly to this process's standard output; lines of other ranks
+    /// have the prefix `[rank N] `.
     Run,
-    /// Of any command: every line is prefixed `[N]: `.
+    /// For any command: every line has the prefix `[N]: `.
     Command,
 }
 
-/// What to start, and how to treat it.
+/// What to start, and how to supervise it.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub work: Work,
-    /// How long the others may take to notice a failure by themselves.
+    /// How long the other ranks may take to notice a failure by themselves.
     pub self_end: Duration,
-    /// How long they may take to stop when asked to; as long as they need if `None`.
+    /// How long ranks may take to stop after a request; no limit if `None`.
     pub stop_limit: Option<Duration>,
-    /// How often all ranks are started again after one failed.
+    /// How often all ranks are restarted after one failed.
     pub max_restarts: u32,
     /// What to do after a rank died.
     pub advice: Option<String>,
     /// Whether ranks that are asked to stop save first, as far as this process knows.
     pub saves: bool,
-    /// Whether the launcher of several machines started this process, speaks to it over its
-    /// standard input, and tells its user why ranks failed.
+    /// Whether the launcher of several machines started this process. That launcher sends requests
+    /// over standard input, and reports to the user why ranks failed.
     pub over_stdin: bool,
 }
 
@@ -69,7 +69,7 @@ impl Work {
         }
     }
 
-    /// What the ranks prove to each other with that they are of this run.
+    /// The secret with which ranks prove that they belong to this run.
     pub fn secret(&self) -> &Secret {
         match self {
             Self::Ranks(ranks) => &ranks.secret,
@@ -77,7 +77,7 @@ impl Work {
         }
     }
 
-    /// The store where the ranks of one round meet, if it is for this process to serve.
+    /// The store where the ranks of one round meet, if this process is to serve it.
     ///
     /// # Errors
     /// If the loopback interface refuses to listen.
@@ -88,7 +88,7 @@ impl Work {
         }
     }
 
-    /// Whether ranks are on other machines, too.
+    /// Whether there are also ranks on other machines.
     pub fn is_part(&self) -> bool {
         matches!(self, Self::Ranks(ranks) if ranks.nodes > 1)
     }
@@ -101,7 +101,7 @@ impl Work {
         }
     }
 
-    /// What lines of process `index` begin with.
+    /// The prefix of lines of process `index`.
     pub fn prefix(&self, index: usize) -> String {
         match self {
             Self::Ranks(ranks) => ranks.prefix(index),
@@ -109,7 +109,7 @@ impl Work {
         }
     }
 
-    /// Why process `index` ended so, where it could not say so itself and that tells.
+    /// Explains the exit of process `index`, if it could not report the reason itself.
     pub fn explain(&self, index: usize, exit: Exit, last_line: Option<&str>) -> Option<String> {
         match self {
             Self::Ranks(_) => None,
@@ -119,10 +119,10 @@ impl Work {
 }
 
 impl Plan {
-    /// The command of process `index`, for processes that were started again `restarts` times.
+    /// The command of process `index`, for processes that were restarted `restarts` times.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the device does not exist.
     pub fn command(&self, index: usize, restarts: u32) -> Result<Command> {
         match &self.work {
             Work::Ranks(ranks) => ranks.command(index, restarts, self.max_restarts),

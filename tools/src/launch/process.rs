@@ -1,8 +1,8 @@
 //! A child process that cannot outlive its supervisor.
 //!
 //! On Linux the kernel kills the child when the supervisor dies (prctl(2), PR_SET_PDEATHSIG),
-//! however it dies. The child leads a process group of its own, so that Ctrl-C reaches the
-//! supervisor alone and a signal reaches whatever the child started.
+//! however it dies. The child leads its own process group, so that Ctrl-C reaches only the
+//! supervisor, and a signal to the group also reaches processes that the child started.
 // Process control is foreign functions throughout; each call states why it is sound.
 #![allow(unsafe_code)]
 
@@ -20,7 +20,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// The code by which shells report it.
+    /// The exit code with which shells report it.
     pub fn code(self) -> u8 {
         match self {
             Self::Code(code) => code as u8,
@@ -31,8 +31,8 @@ impl Exit {
 
 /// Starts `command` bound to this process's life.
 ///
-/// The kernel binds the child to the *thread* that starts it, so this is called from a thread that
-/// lives as long as the process.
+/// The kernel binds the child to the *thread* that starts it, so call this from a thread that lives
+/// as long as the process.
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
     let parent = std::process::id();
     command.process_group(0);
@@ -66,15 +66,15 @@ fn bind_to_parent(_parent: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends `signal` to the child's process group. A group that is gone is no error.
+/// Sends `signal` to the child's process group. A missing group is not an error.
 pub fn signal_group(child: &Child, signal: i32) {
-    // SAFETY: kill takes two integers. The child has not been reaped (`reap` takes it away), so its
-    // id still names its group.
+    // SAFETY: kill takes two integers. The child has not been reaped (`reap` removes it), so its id
+    // still names its group.
     unsafe { libc::kill(-(child.id() as libc::pid_t), signal) };
 }
 
-/// How `child` ended, if it has. What is left of its process group is killed first, while its id
-/// cannot have been given away.
+/// How `child` ended, if it has. First kills the rest of its process group, while its id cannot
+/// have been reused.
 pub fn reap(child: &mut Child) -> io::Result<Option<Exit>> {
     if how_ended(child)?.is_none() {
         return Ok(None);
@@ -87,12 +87,12 @@ pub fn reap(child: &mut Child) -> io::Result<Option<Exit>> {
     }))
 }
 
-/// Whether a signal ended `child`, leaving it to be reaped.
+/// Whether a signal ended `child`; does not reap it.
 pub fn died_of_a_signal(child: &Child) -> io::Result<bool> {
     Ok(how_ended(child)?.is_some_and(|code| code != libc::CLD_EXITED))
 }
 
-/// How `child` ended, if it has, by `CLD_EXITED` and the like, leaving it to be reaped.
+/// How `child` ended, if it has, as `CLD_EXITED` or similar; does not reap it.
 fn how_ended(child: &Child) -> io::Result<Option<i32>> {
     // SAFETY: an all-zero siginfo_t is valid, and waitid writes to nothing else. WNOWAIT leaves the
     // child waitable.

@@ -1,8 +1,7 @@
-//! A supervisor on each of several machines: `megatron launch` once more, over ssh.
+//! Starts a supervisor on each of several machines: `megatron launch` over ssh.
 //!
-//! The machines have this program and this folder at the same paths, as a shared file system or
-//! equal installations give them. ssh hands one line to the user's shell there, so that every word
-//! of it is quoted.
+//! All machines need this program and this folder at the same paths, through a shared file system
+//! or equal installations. ssh passes one line to the remote user's shell, so every word is quoted.
 
 use std::ffi::{OsStr, OsString};
 use std::net::IpAddr;
@@ -17,13 +16,13 @@ use super::hostfile::Host;
 use super::process::{Exit, signal_name};
 use crate::fault::{OVER_STDIN, SUPERVISED};
 
-/// Variables that go along: what libraries and commands are found by, and what sets up
+/// Variables that are passed on: search paths of libraries and commands, and settings of
 /// communication and kernels.
 const NAMES: [&str; 4] = ["PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "RAYON_NUM_THREADS"];
-/// The beginnings of others. DeepSpeed's runner has NCCL, PYTHON, MV2, UCX and MLFLOW.
+/// Prefixes of further variables. DeepSpeed's runner has NCCL, PYTHON, MV2, UCX and MLFLOW.
 const PREFIXES: [&str; 7] = ["NCCL_", "UCX_", "MEGATRON_", "CUDA_", "RUST_", "PYTHON", "TORCH_"];
-/// Variables of this machine or of who started this process, and the secret, which a command line
-/// would show to everybody.
+/// Variables that are not passed on: those of this machine or of this process's parent, and the
+/// secret, which a command line would show to every user.
 const OWN: [&str; 6] = [
     "CUDA_VISIBLE_DEVICES",
     SUPERVISED,
@@ -33,27 +32,26 @@ const OWN: [&str; 6] = [
     RUN_SECRET,
 ];
 
-/// Exit codes of the line that ssh is given: our own for a folder that is not there, and those of
-/// `env`.
+/// Exit codes of the remote line: this program's code for a missing folder, and those of `env`.
 const NO_FOLDER: i32 = 124;
 const NOT_EXECUTABLE: i32 = 126;
 const NOT_FOUND: i32 = 127;
-/// ssh's own.
+/// ssh's own exit code.
 const SSH_FAILED: i32 = 255;
 
-/// Machines, and what each is to do.
+/// Machines, and the command for each.
 #[derive(Clone, Debug)]
 pub struct Hosts {
     pub hosts: Vec<Host>,
-    /// ssh, or what takes the same arguments: options, a host, a line for its shell.
+    /// ssh, or a program that takes the same arguments: options, a host, a line for its shell.
     pub ssh: OsString,
     pub ssh_args: Vec<OsString>,
-    /// The path of this program there.
+    /// The path of this program on the machines.
     pub program: OsString,
     pub folder: PathBuf,
-    /// Variables that are set there.
+    /// Variables to set on the machines.
     pub exports: Vec<(OsString, OsString)>,
-    /// What the ranks prove to each other with that they are of this run. It goes over the
+    /// The secret with which ranks prove that they belong to this run. It is sent over the
     /// supervisors' standard input.
     pub secret: Secret,
     /// Options of `megatron launch` that all hosts have in common.
@@ -62,7 +60,7 @@ pub struct Hosts {
     pub command: Vec<OsString>,
 }
 
-/// Those of `variables` that ranks on other machines get.
+/// The variables that are passed to ranks on other machines.
 pub fn exported(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Vec<(OsString, OsString)> {
@@ -75,12 +73,12 @@ pub fn exported(
     chosen.collect()
 }
 
-/// Whether `name` means every machine to itself.
+/// Whether `name` means a different machine on each host, such as localhost.
 pub fn is_loopback(name: &str) -> bool {
     name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
-/// Whether `host` is this machine and its user this process's.
+/// Whether `host` is this machine, with this process's user.
 pub fn is_here(host: &Host) -> bool {
     let here = this_host();
     let is_short_for =
@@ -91,7 +89,7 @@ pub fn is_here(host: &Host) -> bool {
 }
 
 impl Hosts {
-    /// What starts the supervisor of host `index`, without ssh where that is this machine.
+    /// The command that starts the supervisor of host `index`, without ssh if that is this machine.
     pub fn command(&self, index: usize) -> Command {
         let host = &self.hosts[index];
         let words = self.launch_words(index);
@@ -132,7 +130,7 @@ impl Hosts {
         variables
     }
 
-    /// The line for a shell there.
+    /// The line for the remote shell.
     fn line(&self, variables: Vec<(OsString, OsString)>, words: Vec<OsString>) -> OsString {
         let mut line = OsString::from("cd ");
         line.push(quoted(self.folder.as_os_str()));
@@ -149,7 +147,7 @@ impl Hosts {
         line
     }
 
-    /// Why host `index` ended so before its supervisor could say why.
+    /// Explains the exit of host `index`, if its supervisor could not report the reason.
     pub fn explain(&self, index: usize, exit: Exit, last_line: Option<&str>) -> Option<String> {
         let Host { name, destination, .. } = &self.hosts[index];
         let (ssh, program) = (self.ssh.to_string_lossy(), self.program.to_string_lossy());
@@ -157,14 +155,15 @@ impl Hosts {
             last_line.map_or(String::new(), |line| format!(": {}", line.trim_end_matches('.')));
         let why = match exit {
             Exit::Code(NO_FOLDER) => format!(
-                "host {name} has no folder {}{said}; this command has to be given in a folder that all hosts have",
+                "host {name} has no folder {}{said}; run this command in a folder that all hosts have",
                 self.folder.display()
             ),
             Exit::Code(NOT_FOUND | NOT_EXECUTABLE) => format!(
                 "host {name} cannot run {program}{said}; install this program there at the same path, or give its path with --remote-program"
             ),
             Exit::Code(SSH_FAILED) => format!(
-                "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} true` has to work without a password from here"
+                "{ssh} to host {name} failed or lost its connection{said}; `{ssh} {destination} \
+                 true` must work from here without a password"
             ),
             Exit::Signal(signal) => {
                 format!("{ssh} to host {name} was killed by {}{said}", signal_name(signal))
@@ -175,7 +174,7 @@ impl Hosts {
     }
 }
 
-/// `word` as any POSIX shell takes it for one word with the same bytes.
+/// `word` quoted so that any POSIX shell reads one word with the same bytes.
 fn quoted(word: &OsStr) -> OsString {
     let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_=+./:,@%".contains(byte);
     if !word.is_empty() && word.as_bytes().iter().all(plain) {
@@ -184,7 +183,7 @@ fn quoted(word: &OsStr) -> OsString {
     let mut text = vec![b'\''];
     for &byte in word.as_bytes() {
         match byte {
-            // The quotes end, a quote follows, and quotes begin again.
+            // Closes the quotes, adds a quote, and opens quotes again.
             b'\'' => text.extend_from_slice(b"'\\''"),
             byte => text.push(byte),
         }
@@ -254,7 +253,7 @@ mod tests {
         };
         let why = hosts.explain(0, run(&hosts), Some("sh: cannot cd")).unwrap();
         assert!(
-            why.starts_with("host h has no folder /no such: sh: cannot cd; this command"),
+            why.starts_with("host h has no folder /no such: sh: cannot cd; run this command"),
             "{why}"
         );
         hosts.folder = "/".into();

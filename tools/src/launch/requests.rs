@@ -1,9 +1,9 @@
-//! What a supervisor is asked for, and how: by signals, and over ssh, which passes none on, by
-//! words on its standard input.
+//! Requests to a supervisor: signals, or words on standard input over ssh, which does not forward
+//! signals.
 //!
-//! The launcher of several machines holds the other end of that input. Whatever ends it, ssh or the
-//! connection, the input ends, too, and ranks are not left alone. The first word is the run's
-//! secret, which nobody else sees there: a command line is everybody's to read.
+//! The launcher of several machines holds the other end of that input. If the launcher, ssh or the
+//! connection ends, the input ends too, so ranks are never left unsupervised. The first word is the
+//! run's secret, which a command line would show to every user.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -19,28 +19,27 @@ use signal_hook::iterator::Signals;
 use super::inherited::is_ignored;
 use crate::error::{Error, Result};
 
-/// The signals that ask a run to save and stop. The last two, which else would kill it, are
-/// schedulers' warnings: `sbatch --signal=USR1@120`.
+/// The signals that ask a run to save and stop. The last two, which would kill it by default, are
+/// warnings of schedulers: `sbatch --signal=USR1@120`.
 pub const STOP_SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
-/// Whether `code` is that of a rank that one of [`STOP_SIGNALS`] stopped.
+/// Whether `code` is the exit code of a rank that one of [`STOP_SIGNALS`] stopped.
 pub fn is_stopped(code: i32) -> bool {
     STOP_SIGNALS.iter().any(|signal| code == 128 + signal)
 }
 
-/// The words, and the signals that they stand for.
+/// The words, and the equivalent signals.
 const WORDS: [(&str, i32); 2] = [("stop", SIGTERM), ("kill", SIGKILL)];
-/// What the secret follows in its line.
+/// Precedes the secret in its line.
 const SECRET: &str = "secret ";
-/// How long a launcher may take to hand on the secret: it is the first thing that it does.
+/// How long a launcher may take to send the secret, which it sends first.
 const HANDING_ON: Duration = Duration::from_secs(30);
-/// How often signals are looked at meanwhile.
+/// Interval at which signals are checked meanwhile.
 const TICK: Duration = Duration::from_millis(20);
-/// How long a supervisor may take that was told to kill its ranks, before its connection is given
-/// up.
+/// How long a supervisor may take to kill its ranks before its connection is closed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// What a line of standard input says.
+/// The meaning of a line of standard input.
 enum Word {
     Signal(i32),
     Secret(String),
@@ -62,21 +61,21 @@ pub struct Requests {
 }
 
 impl Requests {
-    /// Hears [`STOP_SIGNALS`] from now on, and standard input if `over_stdin`, the end of which is
-    /// as SIGHUP.
+    /// Listens for [`STOP_SIGNALS`] from now on, and to standard input if `over_stdin`. The end of
+    /// standard input counts as SIGHUP.
     ///
     /// # Errors
     /// If the operating system refuses.
     pub fn listen(over_stdin: bool) -> Result<Self> {
         let failed = |source| Error::Io { action: "listen for signals".to_string(), source };
-        // `nohup` and the like have them ignored.
+        // `nohup` and similar programs set signals to be ignored.
         let listened = STOP_SIGNALS.into_iter().filter(|signal| !is_ignored(*signal));
         let signals = Signals::new(listened).map_err(failed)?;
         let words = over_stdin.then(listen_to_words).transpose().map_err(failed)?;
         Ok(Self { signals, words })
     }
 
-    /// What was asked for since the last look.
+    /// The requests since the last call.
     pub fn pending(&mut self) -> impl Iterator<Item = i32> {
         let signals =
             self.words.iter().flat_map(Receiver::try_iter).filter_map(|word| match word {
@@ -86,14 +85,17 @@ impl Requests {
         self.signals.pending().chain(signals)
     }
 
-    /// The secret that the launcher at the other end of standard input hands on before anything
-    /// else, or the signal that came before it.
+    /// The secret that the launcher sends first on standard input, or the signal that came before
+    /// it.
     ///
     /// # Errors
-    /// If it hands on none.
+    /// If it sends none.
     pub fn secret(&mut self) -> Result<std::result::Result<Secret, i32>> {
         let none = || {
-            Error::Launch("the launcher hands on no secret; start the same version of this program on all hosts".into())
+            Error::Launch(
+                "the launcher passed no secret; run the same version of this program on all hosts"
+                    .into(),
+            )
         };
         let since = Instant::now();
         let words = self.words.as_ref().ok_or_else(none)?;
@@ -121,7 +123,7 @@ fn listen_to_words() -> std::io::Result<Receiver<Word>> {
                 return;
             }
         }
-        // The supervisor may have ended meanwhile.
+        // The supervisor may have ended by now.
         let _ = sender.send(Word::Signal(SIGHUP));
     })?;
     Ok(receiver)
@@ -130,15 +132,15 @@ fn listen_to_words() -> std::io::Result<Receiver<Word>> {
 /// The input of a supervisor on another machine.
 pub struct Control {
     input: ChildStdin,
-    /// The last signal it was told of, and since when.
+    /// The last signal that was passed on, and the time.
     told: Option<(i32, Instant)>,
 }
 
 impl Control {
-    /// Hands on `secret` first of all.
+    /// Sends `secret` first.
     pub fn new(mut input: ChildStdin, secret: &Secret) -> Self {
         if let Some(secret) = secret.reveal() {
-            // One that has ended hears nothing; that is seen elsewhere.
+            // A supervisor that has ended receives nothing; that is detected elsewhere.
             let _ = writeln!(input, "{SECRET}{secret}").and_then(|()| input.flush());
         }
         Self { input, told: None }
@@ -151,12 +153,12 @@ impl Control {
         }
         self.told = Some((signal, Instant::now()));
         for (word, _) in WORDS.iter().filter(|(_, of)| *of == signal) {
-            // One that has ended hears nothing; that is seen elsewhere.
+            // A supervisor that has ended receives nothing; that is detected elsewhere.
             let _ = writeln!(self.input, "{word}").and_then(|()| self.input.flush());
         }
     }
 
-    /// Whether nothing came of being told to kill.
+    /// Whether the supervisor did not react in time to a request to kill.
     pub fn is_overdue(&self) -> bool {
         self.told.is_some_and(|(signal, since)| signal == SIGKILL && since.elapsed() >= PATIENCE)
     }

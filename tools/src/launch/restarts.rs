@@ -1,8 +1,7 @@
-//! Runs a plan until its ranks end well, are asked to stop, or have failed once more often than
-//! they may be started again.
+//! Runs a plan until its ranks succeed, are asked to stop, or fail after the last allowed restart.
 //!
 //! Source: torchrun's `--max-restarts` (torch/distributed/elastic/agent): the failure of any rank
-//! ends all of them, all are started again, and each such round is one of those allowed.
+//! ends all ranks, all are restarted, and each such round counts as one restart.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
@@ -18,16 +17,16 @@ use crate::error::{Error, Result};
 /// How a round of ranks ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct End {
-    /// The exit code to end with, if this is the end.
+    /// The exit code, if the run ends here.
     pub code: u8,
-    /// Whether ranks are to be started again.
+    /// Whether to restart the ranks.
     pub again: bool,
 }
 
-/// From the end of the ranks on this machine to their start. On several machines the others' need
-/// time to end: those that were sooner would meet the store of the round before.
+/// Pause between the end of the ranks on this machine and their restart. With several machines, the
+/// other ranks need time to end; otherwise early ranks would connect to the previous round's store.
 const PAUSE: [Duration; 2] = [Duration::from_millis(200), Duration::from_secs(10)];
-/// How often signals are looked at meanwhile.
+/// Interval at which signals are checked meanwhile.
 const TICK: Duration = Duration::from_millis(20);
 
 /// Runs `plan` to its end and returns the exit code to end with: 0, that of the first rank that
@@ -48,7 +47,7 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
     }
     let mut restarts = 0;
     loop {
-        // Of this round alone: its ranks close it once they have met.
+        // Used in this round only: its ranks close it once they have met.
         let store = plan.work.serve()?;
         let End { code, again } = attempt(&plan, restarts, &mut requests)?;
         drop(store);
@@ -62,7 +61,7 @@ pub fn supervise(plan: &Plan) -> Result<u8> {
         if let Work::Ranks(ranks) = &mut plan.work
             && ranks.any_port
         {
-            // Another program may have taken the one before.
+            // Another program may have taken the previous port.
             ranks.master.1 = free_port()?;
         }
     }
@@ -79,11 +78,11 @@ pub fn free_port() -> Result<u16> {
         .map_err(|source| Error::Io { action: "find a free port on 127.0.0.1".to_string(), source })
 }
 
-/// The signal that came meanwhile: there are no ranks that it would have to reach.
+/// The signal that came during the pause, when there are no ranks to pass it to.
 fn pause(time: Duration, requests: &mut Requests) -> Option<i32> {
     let since = Instant::now();
     while since.elapsed() < time {
-        // SIGHUP comes with another.
+        // SIGHUP accompanies another signal.
         if let Some(signal) = requests.pending().min_by_key(|&signal| signal == SIGHUP) {
             return Some(signal);
         }

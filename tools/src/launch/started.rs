@@ -1,15 +1,15 @@
-//! When the run began. Ranks count from their supervisor's start, also those that were started
-//! again: so does whoever gave the run its time.
+//! The start time of the run. Ranks, restarted ones too, count from their supervisor's start, as
+//! the scheduler's time limit does.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Set for ranks: milliseconds from 1970 to the start of their supervisor.
+/// Set for ranks: start of their supervisor in milliseconds since 1970.
 pub const STARTED_AT: &str = "MEGATRON_STARTED_AT";
 
 static STARTED: OnceLock<Instant> = OnceLock::new();
 
-/// When this program began, or the supervisor of this rank. To be called first of all.
+/// The start of this program, or of this rank's supervisor. Call before anything else.
 pub fn started() -> Instant {
     *STARTED.get_or_init(|| {
         let now = Instant::now();

@@ -1,8 +1,8 @@
-//! Ranks that end with their supervisor even if other programs are between them.
+//! Ends ranks together with their supervisor, even if other programs are between them.
 //!
-//! The kernel ends what the supervisor itself started (`process.rs`), but not what that started in
-//! turn: of `bash -c 'megatron …; true'` only the shell. Ranks of this program therefore look after
-//! the supervisor themselves.
+//! The kernel ends the supervisor's direct children (`process.rs`) but not their children: with
+//! `bash -c 'megatron …; true'`, only the shell. Ranks of this program therefore watch the
+//! supervisor themselves.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use megatron::comm::Process;
 
 use crate::fault::SUPERVISED;
 
-/// How often a rank looks.
+/// Interval at which a rank checks.
 const PERIOD: Duration = Duration::from_millis(500);
 
 /// The value of [`SUPERVISED`] for this process's ranks: its pid, its start, and where that pid is
@@ -30,7 +30,7 @@ fn pid_namespace() -> String {
 fn parse(value: &str) -> Option<Process> {
     let mut words = value.split_ascii_whitespace();
     let process = Process { pid: words.next()?.parse().ok()?, start: words.next()?.parse().ok()? };
-    // In another container the pid is that of another process, if of any.
+    // In another container the pid belongs to another process or to none.
     (words.next()? == pid_namespace() && process.is_alive()).then_some(process)
 }
 
@@ -39,12 +39,12 @@ pub fn watch_supervisor() {
     let Some(supervisor) = std::env::var(SUPERVISED).ok().and_then(|value| parse(&value)) else {
         return;
     };
-    // Without the thread the rank is as it would be under another launcher.
+    // Without the thread, the rank behaves as under another launcher.
     let _ = std::thread::Builder::new().name("watch-supervisor".into()).spawn(move || {
         while supervisor.is_alive() {
             std::thread::sleep(PERIOD);
         }
-        // As the kernel would have ended it, and nobody is left to read a message.
+        // Ends as if killed by the kernel, without a message that nobody could read.
         signal_hook::low_level::exit(128 + libc::SIGKILL);
     });
 }

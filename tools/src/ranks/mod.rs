@@ -1,4 +1,4 @@
-//! Ranks of this program: starting them, and joining as one of them.
+//! Starts ranks of this program, or joins as one of them.
 
 mod queues;
 
@@ -19,23 +19,23 @@ use crate::error::{Error, Result};
 use crate::fault::{self, tell};
 use crate::launch::{GPU_QUEUES, Plan, Ranks, STORE_SERVED, Style, Work, supervise};
 
-/// How ranks meet and talk.
+/// How ranks meet and communicate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Distributed {
     pub device: Choice,
     pub backend: Backend,
-    /// Whether communication is issued before it is needed; `None`: where that pays.
+    /// Whether communication is issued before it is needed; `None`: where that helps.
     pub overlap: Option<bool>,
     pub timeout: Duration,
     pub rendezvous: Option<String>,
-    /// How often ranks are started again after one failed.
+    /// How often ranks are restarted after one failed.
     pub max_restarts: u32,
 }
 
-/// More ranks on one machine are taken for a mistake.
+/// A larger number of ranks on one machine counts as a mistake.
 const MOST_RANKS: usize = 1024;
 
-/// The place that a launcher gave this process, if one did.
+/// This process's place in the world of a launcher, if there is one.
 ///
 /// # Errors
 /// If its variables are incomplete or contradict each other.
@@ -55,16 +55,15 @@ pub fn is_in_world() -> Result<bool> {
     Ok(RankInfo::from_env(environment)?.is_some())
 }
 
-/// The secret of the run that a launcher made this process a rank of, or that whoever starts it
-/// handed on.
+/// The secret of the run, as passed on by the launcher or the parent process.
 ///
 /// # Errors
-/// If it is none that can be used.
+/// If it is not a valid secret.
 pub fn secret() -> Result<Secret> {
     Ok(Secret::from_env(environment)?)
 }
 
-/// As [`secret`]; a new one where nobody handed any on.
+/// As [`secret`], or a new secret if none was passed on.
 ///
 /// # Errors
 /// As [`secret`]; if the system has no randomness.
@@ -73,7 +72,7 @@ pub fn secret_or_new() -> Result<Secret> {
     if given.is_none() { Ok(Secret::new()?) } else { Ok(given) }
 }
 
-/// Refuses a layout that is too much for one machine.
+/// Refuses a layout with too many ranks for one machine.
 ///
 /// # Errors
 /// If it has more than 1024 ranks.
@@ -126,7 +125,7 @@ pub fn start(
         self_end: Duration::from_secs(5),
         stop_limit,
         max_restarts: distributed.max_restarts,
-        // Only of a run that saves there is something to advise.
+        // There is advice only for a run that saves.
         saves: advice.is_some(),
         advice,
         over_stdin: false,
@@ -144,8 +143,8 @@ pub fn share_gpus(ranks: usize, device: Choice) -> bool {
     }
 }
 
-/// The threads that RAYON_NUM_THREADS asks for, or the share that one of `ranks` ranks has of this
-/// machine's cores.
+/// The number of threads in RAYON_NUM_THREADS, or the share of this machine's cores for one of
+/// `ranks` ranks.
 fn share_of_cores(ranks: usize) -> usize {
     let asked = environment("RAYON_NUM_THREADS").and_then(|n| n.parse().ok()).filter(|&n| n > 0);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -160,8 +159,8 @@ fn no_threads(threads: usize) -> impl FnOnce(rayon::ThreadPoolBuildError) -> Err
     }
 }
 
-/// What `work`, which comes before this rank knows the others, makes with a rank's share of this
-/// machine's cores; with all of them where the launcher did not tell how many ranks share them.
+/// Runs `work`, before this rank has met the others, with its share of this machine's cores; with
+/// all cores if the launcher did not tell how many ranks share them.
 ///
 /// # Errors
 /// Those of `work`; if threads cannot be started.
@@ -172,7 +171,8 @@ pub fn before_meeting<T: Send>(
     with_threads(place.local_world_size.unwrap_or(1), work)
 }
 
-/// Does `work` with threads for one of `ranks` ranks of this machine, which end with it.
+/// Runs `work` with the threads of one of `ranks` ranks on this machine; the threads end
+/// afterwards.
 ///
 /// # Errors
 /// Those of `work`; if threads cannot be started.
@@ -185,9 +185,10 @@ pub fn with_threads<T: Send>(ranks: usize, work: impl FnOnce() -> Result<T> + Se
     pool.install(work)
 }
 
-/// Gives the kernels of one of `ranks` ranks of this machine `threads` threads, or those that
-/// RAYON_NUM_THREADS asks for, or its share of the machine's cores. Returns how many there are.
-/// Call before the first kernel, on the thread that calls the kernels: it is one of them.
+/// Gives the kernels of one of `ranks` ranks on this machine `threads` threads, or as many as
+/// RAYON_NUM_THREADS says, or its share of the machine's cores. Returns their number. Call before
+/// the first kernel, on the thread that calls the kernels, because that thread becomes part of the
+/// pool.
 ///
 /// # Errors
 /// If threads cannot be started.
@@ -195,18 +196,19 @@ pub fn use_threads(threads: Option<usize>, ranks: usize) -> Result<usize> {
     let threads = threads.unwrap_or_else(|| share_of_cores(ranks));
     let mut pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
     if threads > 1 {
-        // A thread outside of the pool would hand every kernel to it and sleep until that is done.
-        // Alone it stays outside: what other threads give to the pool would wait for it.
+        // A thread outside the pool would pass every kernel to the pool and sleep until it is done.
+        // With one thread it stays outside, because work that other threads give to the pool would
+        // wait for it.
         pool = pool.use_current_thread();
     }
     pool.build_global().map_err(no_threads(threads))?;
     Ok(threads)
 }
 
-/// Refuses a device that this machine or program does not have, before ranks are started for it.
+/// Before ranks are started, refuses a device that this machine or program does not have.
 ///
 /// # Errors
-/// If there is none.
+/// If the device does not exist.
 pub fn check_device(choice: Choice) -> Result<()> {
     if matches!(choice, Choice::Cuda(_)) {
         kernels::tensor::device::gpus()
@@ -215,50 +217,52 @@ pub fn check_device(choice: Choice) -> Result<()> {
     Ok(())
 }
 
-/// Whether ranks of this machine that were told `choice` compute on GPUs.
+/// Whether ranks on this machine with the device `choice` compute on GPUs.
 pub fn on_gpus(choice: Choice) -> bool {
     choice != Choice::Cpu && kernels::tensor::device::gpus().is_ok_and(|gpus| gpus > 0)
 }
 
-/// Refuses a run that asks for what there is on GPUs only, or on CPUs, where it computes on the
-/// other, before ranks are started for it.
+/// Before ranks are started, refuses a run on CPUs that asks for GPU features, and the reverse.
 ///
 /// # Errors
-/// If it does.
+/// If flags contradict each other.
 pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
     let on_gpus = on_gpus(choice);
     if run.optimizer.offload == OptimizerOffload::Cpu && !on_gpus {
         return Err(Error::usage(
-            "--optimizer-cpu-offload moves the optimizer's state from GPUs to the host's memory, and this run computes on the CPU, where it is; \
-             leave it out: --offload-optimizer-nvme-path keeps it in files, --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 take half of the memory",
+            "--optimizer-cpu-offload moves the optimizer state from GPUs to host memory, but this \
+             run computes on the CPU, where it already is; leave it out. To save memory, \
+             --offload-optimizer-nvme-path keeps the state in files, and --exp-avg-dtype bf16 \
+             --exp-avg-sq-dtype bf16 halve the moments",
         ));
     }
     if run.training.enable_cuda_graph && !on_gpus {
         return Err(Error::usage(
-            "--enable-cuda-graph records the work of a GPU, and this run computes on the CPU; leave it out, or compute on a GPU: \
-             --device cuda in a program built with --features cuda (docs/guide/install.md)",
+            "--enable-cuda-graph records the work of a GPU, but this run computes on the CPU; \
+             leave it out, or compute on a GPU: --device cuda in a program built with --features \
+             cuda (docs/guide/install.md)",
         ));
     }
     Ok(())
 }
 
-/// This process as one of the ranks.
+/// This process, joined as one of the ranks.
 pub struct Joined {
     pub world: Group,
-    /// What it computes on.
+    /// The device that it computes on.
     pub device: Device,
     /// Threads of its kernels.
     pub threads: usize,
 }
 
-/// Meets the other ranks, and then takes this one's share of what there is on its machine: its
-/// device, and `threads` threads or its part of the cores. Groups and messages will take
-/// `communicators` ([`megatron::train::most_communicators`]). Call before the first kernel, on the
-/// thread that calls the kernels.
+/// Connects to the other ranks, then takes this rank's share of its machine: its device, and
+/// `threads` threads or its share of the cores. Groups and messages will need `communicators`
+/// ([`megatron::train::most_communicators`]). Call before the first kernel, on the thread that
+/// calls the kernels.
 ///
 /// # Errors
-/// If ranks do not appear in time, or cannot be reached the way asked for; if there is no such
-/// device, which the other ranks are told, or if theirs are of another kind.
+/// If ranks do not appear in time, or cannot be reached through the requested backend. If the
+/// device does not exist (the other ranks are told so), or other ranks use another kind of device.
 pub fn join(
     place: &RankInfo,
     distributed: &Distributed,
@@ -282,7 +286,7 @@ pub fn join(
     Ok(Joined { world, device, threads })
 }
 
-/// The cores that this process may run on, of this machine.
+/// The cores of this machine that this process may run on.
 fn own_cores() -> String {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let cores =
@@ -290,18 +294,18 @@ fn own_cores() -> String {
     format!("{} {cores}", megatron::comm::rendezvous::this_host())
 }
 
-/// How many ranks share the cores of rank `rank`, where each has told its own. `srun` and `mpirun`
-/// may bind each to cores that the others do not use, of which every rank then takes all.
+/// How many ranks share the cores of rank `rank`, given the cores of every rank. `srun` and
+/// `mpirun` may bind each rank to separate cores, and every rank then uses all of its own.
 fn sharers(cores: &[Vec<u8>], rank: usize, local_world_size: usize) -> usize {
-    // Machines may be called alike.
+    // Machines may have the same name.
     cores.iter().filter(|other| **other == cores[rank]).count().min(local_world_size)
 }
 
 const ON_GPU: &str = "a GPU";
 const ON_CPU: &str = "the CPU";
 
-/// Refuses ranks that compute on different devices, as where one of several machines has no driver:
-/// they would wait for each other in different transports. All find the same.
+/// Refuses ranks on different kinds of devices, for example if one machine has no driver: they
+/// would wait for each other in different transports. All ranks come to the same result.
 fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
     let Some(other) = devices.iter().position(|device| *device != devices[0]) else {
         return Ok(());
@@ -309,11 +313,12 @@ fn check_alike(devices: &[Vec<u8>]) -> Result<()> {
     let [first, here] = [0, other].map(|rank| printable(&devices[rank]));
     let without = if here == ON_CPU { other } else { 0 };
     Err(Error::usage(format!(
-        "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. Why rank {without} has no GPU, `megatron doctor` tells on its machine"
+        "rank 0 computes on {first}, but rank {other} on {here}: give all ranks the same --device. \
+         `megatron doctor` on the machine of rank {without} shows why it has no GPU"
     )))
 }
 
-/// The ranks, connected for what is on their CPUs.
+/// Connects the ranks for tensors on CPUs.
 fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Result<World> {
     if place.world_size == 1 {
         return Ok(World {
@@ -337,11 +342,12 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
     let secret = secret()?;
     if secret.is_none() && place.rank == 0 {
         tell(&format!(
-            "note: the ranks of this run are not authenticated: any process that reaches them can take part in it. To end that, give all ranks one \
-             secret: `export {RUN_SECRET}=$(openssl rand -hex 32)` where they are started"
+            "note: the ranks of this run are not authenticated: any process that reaches them can \
+             join. To prevent this, give all ranks the same secret: `export {RUN_SECRET}=$(openssl \
+             rand -hex 32)` where they are started"
         ));
     }
-    // Each process has a log of its own, or a supervisor that says which rank a line is of.
+    // Each process has its own log, or a supervisor that prefixes its lines with the rank.
     let on_wait: Option<fn(&str)> = Some(tell);
     let options = CommOptions {
         timeout,
@@ -351,7 +357,8 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
         secret,
         ..CommOptions::default()
     };
-    // NCCL joins once all have told their devices, so that ranks without a GPU are named by those.
+    // NCCL joins after all ranks have exchanged their devices, so that an error can name the ranks
+    // without a GPU.
     let backend = match distributed.backend {
         Backend::Nccl => Backend::Auto,
         other => other,
@@ -360,21 +367,21 @@ fn meet(place: &RankInfo, distributed: &Distributed, communicators: usize) -> Re
 }
 
 /// How long this rank waits for the others at the start of a run whose operations have `timeout`.
-/// On several machines data are opened on each, which takes one longer than another, and nobody
-/// tells this rank if another one died meanwhile. On one the ranks start alike, and whoever started
-/// them ends them all when one dies.
+/// With several machines, each opens the data at its own speed, and this rank is not told if
+/// another one dies. On one machine, ranks start at the same time, and their supervisor ends them
+/// all if one dies.
 fn patience(place: &RankInfo, timeout: Duration) -> Duration {
     if place.one_host() { CommOptions::default().connect_timeout.min(timeout) } else { timeout }
 }
 
-/// Tells why this rank ends: first to the reader, since to end what a GPU waits for may hang, then
-/// to the others, which so hear of it at once rather than when they miss this rank. A rank on a GPU
-/// does not return from here: what it has there goes with its process.
+/// Reports why this rank ends: first to the user, because ending pending GPU work may hang, then to
+/// the other ranks, which would otherwise notice only when they miss this rank. A rank on a GPU
+/// does not return from here: its GPU resources are freed with the process.
 pub fn failed(error: Error, world: &Group, device: &Device) -> Error {
     failed_with_advice(error, None, world, device)
 }
 
-/// As [`failed`]; the reader alone gets `advice` besides.
+/// As [`failed`]; only the user also gets `advice`.
 pub fn failed_with_advice(
     error: Error,
     advice: Option<String>,
@@ -395,8 +402,8 @@ pub fn failed_with_advice(
     error
 }
 
-/// Tells the others that this rank takes part in nothing more, after something failed that came
-/// behind all that matters. A rank on a GPU does not return from here, as in [`failed`].
+/// Tells the other ranks that this rank stops taking part, after a failure that came after all
+/// important work. A rank on a GPU does not return from here, as in [`failed`].
 pub fn leave_others(error: &Error, world: &Group, device: &Device) {
     world.abort(&error.to_string());
     if device.is_cuda() {
@@ -411,8 +418,7 @@ fn over_nccl(distributed: &Distributed, on_gpus: bool) -> bool {
         && cfg!(feature = "nccl")
 }
 
-/// Why operations are issued no earlier than they are needed, if they would be with more of the
-/// GPU's queues.
+/// Why operations are not issued early, if they would be with more GPU queues.
 pub fn issued_late(
     distributed: &Distributed,
     device: &Device,
@@ -424,11 +430,14 @@ pub fn issued_late(
         && over_nccl(distributed, device.is_cuda())
         && !queues.suffice();
     late.then(|| {
-        format!("communication is issued when it is needed, not before: {}", queues.missing())
+        format!(
+            "communication is issued only when it is needed, not in advance: {}",
+            queues.missing()
+        )
     })
 }
 
-/// The world with NCCL for what is on GPUs, unless another transport was asked for.
+/// The world with NCCL for GPU tensors, unless another backend is requested.
 #[cfg(feature = "nccl")]
 fn over_gpus(world: Group, distributed: &Distributed, device: &Device) -> Result<Group> {
     match (distributed.backend, device.is_cuda()) {
@@ -440,7 +449,7 @@ fn over_gpus(world: Group, distributed: &Distributed, device: &Device) -> Result
     }
 }
 
-/// The world: what is on GPUs goes through the CPU's memory.
+/// The world; GPU tensors go through host memory.
 #[cfg(not(feature = "nccl"))]
 fn over_gpus(world: Group, distributed: &Distributed, _device: &Device) -> Result<Group> {
     match distributed.backend {
@@ -503,14 +512,14 @@ mod tests {
         assert_eq!([check(&[ON_CPU]), check(&[ON_GPU; 3])], [Ok(()), Ok(())]);
         let message = check(&[ON_GPU, ON_GPU, ON_CPU]).unwrap_err();
         assert!(message.contains("rank 0 computes on a GPU, but rank 2 on the CPU"), "{message}");
-        assert!(message.contains("Why rank 2 has no GPU"), "{message}");
-        assert!(check(&[ON_CPU, ON_GPU]).unwrap_err().contains("Why rank 0 has no GPU"));
+        assert!(message.contains("rank 2 shows why it has no GPU"), "{message}");
+        assert!(check(&[ON_CPU, ON_GPU]).unwrap_err().contains("rank 0 shows why it has no GPU"));
     }
 
     #[test]
     fn whoever_hands_out_work_is_one_of_the_threads_unless_it_is_the_only_one() {
         const CHILD: &str = "TOOLS_TEST_THREADS";
-        // The pool is a process's.
+        // The pool is global to the process.
         if let Ok(threads) = std::env::var(CHILD) {
             let threads = threads.parse().unwrap();
             assert_eq!(use_threads(Some(threads), 1).unwrap(), threads);

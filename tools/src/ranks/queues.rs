@@ -1,15 +1,16 @@
-//! The hardware queues of a GPU, without enough of which nothing may be issued before it is needed.
+//! The hardware queues of a GPU. Without enough queues, no operation may be issued before it is
+//! needed.
 
 use crate::error::{Error, Result};
 use crate::launch::{GPU_QUEUES, MOST_GPU_QUEUES};
 
-/// What CUDA takes where nothing is set.
+/// CUDA's default.
 const DEFAULT_GPU_QUEUES: usize = 8;
-/// Streams of a communicator: the one that operations are queued on, and two of NCCL's
+/// Streams per communicator: one that operations are queued on, and two of NCCL
 /// (`ncclSharedResources`).
 const COMMUNICATOR_STREAMS: usize = 3;
-/// A rank's other streams: its computation, copies to and from the host, and NCCL's for the order
-/// of launches.
+/// Other streams of a rank: computation, copies to and from the host, and NCCL's stream for launch
+/// order.
 const OTHER_STREAMS: usize = 4;
 
 /// The hardware queues of a rank's GPU, and the streams that need one each.
@@ -20,7 +21,7 @@ pub struct Queues {
 }
 
 impl Queues {
-    /// As many as `setting` says.
+    /// The number of queues in `setting`.
     pub fn found(setting: Option<String>, communicators: usize) -> Self {
         let there = setting.and_then(|queues| queues.parse().ok()).unwrap_or(DEFAULT_GPU_QUEUES);
         Self {
@@ -33,32 +34,31 @@ impl Queues {
         self.there >= self.needed
     }
 
-    /// What is the matter, and what to do about it.
+    /// What is wrong, and what to do.
     pub fn missing(self) -> String {
         let remedy = if self.needed <= MOST_GPU_QUEUES {
-            "set it to 32, or leave it to `megatron` by starting ranks with it"
+            "set it to 32, or start the ranks with `megatron`, which sets it"
         } else {
             "CUDA has no more than 32"
         };
         let (there, needed) = (self.there, self.needed);
         format!(
-            "the streams of this layout need {needed} queues of the GPU, but {GPU_QUEUES} gives {there}: {remedy}"
+            "the streams of this layout need {needed} GPU queues, but {GPU_QUEUES} gives {there}: {remedy}"
         )
     }
 }
 
-/// Whether operations are issued before they are needed, where `asked` says so or does not say
-/// otherwise.
+/// Whether operations are issued before they are needed, given the flag `asked`.
 ///
 /// # Errors
-/// If they are asked for and could wait for each other for ever.
+/// If the flag asks for it but operations could wait for each other forever.
 pub fn overlaps(asked: Option<bool>, over_nccl: bool, queues: Queues) -> Result<bool> {
     if !over_nccl {
         return Ok(asked.unwrap_or(false));
     }
     if asked == Some(true) && !queues.suffice() {
         return Err(Error::usage(format!(
-            "--overlap-communication: {}; without the flag nothing is issued early. Streams that share a queue would wait for each other",
+            "--overlap-communication: {}; or leave the flag out. Streams that share a queue would wait for each other",
             queues.missing()
         )));
     }
@@ -72,7 +72,7 @@ mod tests {
     #[test]
     fn communication_is_issued_early_over_nccl_with_enough_queues_only() {
         let queues = |n: &str, communicators| Queues::found(Some(n.to_string()), communicators);
-        // A replica's world and group of replicas: 3 streams each, and 4.
+        // The world and the group of replicas: 3 streams each, plus 4.
         assert!(overlaps(None, true, queues("10", 2)).unwrap());
         assert!(!overlaps(None, true, queues("9", 2)).unwrap());
         assert!(!overlaps(None, true, queues("1", 2)).unwrap(), "Megatron-LM's advice is 1");
@@ -86,7 +86,7 @@ mod tests {
         let refusal =
             overlaps(Some(true), true, queues("1", 2)).expect_err("could hang").to_string();
         assert!(
-            refusal.contains("need 10 queues")
+            refusal.contains("need 10 GPU queues")
                 && refusal.contains("CUDA_DEVICE_MAX_CONNECTIONS gives 1"),
             "{refusal}"
         );
@@ -103,7 +103,7 @@ mod tests {
         assert!(!overlaps(None, true, queues(10)).unwrap(), "another group would take 34");
         let refusal = overlaps(Some(true), true, queues(10)).expect_err("could hang").to_string();
         assert!(
-            refusal.contains("need 34 queues") && refusal.contains("no more than 32"),
+            refusal.contains("need 34 GPU queues") && refusal.contains("no more than 32"),
             "{refusal}"
         );
     }

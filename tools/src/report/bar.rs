@@ -1,4 +1,4 @@
-//! A progress bar with loss, tokens/s and the time left.
+//! A progress bar with loss, tokens/s and time left.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,17 +9,16 @@ use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
 use super::profile::render;
 use super::window::Window;
 
-/// Shows steps on a terminal: a line every `log_interval` steps, which stays, and the bar below.
+/// Shows steps on a terminal: a permanent line every `log_interval` steps, and the bar below.
 pub struct Bar {
     bar: ProgressBar,
     log_interval: u64,
     window: Window,
-    /// Whether a step was made, so that the time that is left is known.
+    /// Whether a step was made, so that the time left is known.
     runs: bool,
 }
 
-/// While steps are made; and before and afterwards, when no time that is left is known or there is
-/// none.
+/// The template while steps are made, and the one before and afterwards, without a time left.
 const RUNNING: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg} · ETA {eta_precise}";
 const AT_REST: &str = "{wide_bar:.cyan/blue} {pos}/{len} {msg}";
 
@@ -35,7 +34,7 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// What stays on the terminal of some steps, of which `m` is the last.
+/// The permanent line of several steps; `m` is the last of them.
 fn step_line(m: &StepMetrics, w: &Window) -> String {
     let mut text = format!(
         "step {}: loss {:.4} · learning rate {:.3e} · grad norm {:.3}",
@@ -59,7 +58,7 @@ fn step_line(m: &StepMetrics, w: &Window) -> String {
     text
 }
 
-/// What stands beside the bar.
+/// The text beside the bar.
 fn summary(m: &StepMetrics) -> String {
     let mut text = format!("loss {:.4} · {} tokens/s", m.lm_loss, thousands(m.tokens_per_second));
     if m.skipped_iterations > 0 {
@@ -124,7 +123,7 @@ impl Reporter for Bar {
 
 impl Drop for Bar {
     fn drop(&mut self) {
-        // Leaves the last state on the screen, of which an ETA is no part.
+        // Leaves the last state on the screen, without an ETA.
         self.bar.set_style(style(AT_REST));
         self.bar.abandon();
     }

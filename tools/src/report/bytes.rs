@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Shows bytes done on a terminal, on standard error; elsewhere nothing.
+/// Shows finished bytes on a terminal, on standard error; otherwise shows nothing.
 pub struct ByteBar(ProgressBar);
 
 impl ByteBar {
-    /// A bar of `total` bytes that says what is done to them.
+    /// A bar of `total` bytes, with the text `what`.
     pub fn new(what: &'static str, total: u64) -> Self {
         let bar = ProgressBar::new(total).with_message(what);
         let template = "{msg} {wide_bar:.cyan/blue} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} ETA {eta}";
@@ -19,12 +19,12 @@ impl ByteBar {
         Self(bar)
     }
 
-    /// So many more are done.
+    /// Adds finished bytes.
     pub fn add(&self, bytes: u64) {
         self.0.inc(bytes);
     }
 
-    /// Takes the bar off the screen.
+    /// Removes the bar from the screen.
     pub fn finish(&self) {
         self.0.finish_and_clear();
     }

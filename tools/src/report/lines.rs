@@ -1,8 +1,8 @@
 //! Megatron-LM's log lines, to the letter, because scripts parse them.
 //!
-//! Departures: a loss that is not a number is printed rather than left out, the time is UTC,
-//! throughputs below 1 have three digits, and what Megatron has no place for stands at the end of
-//! the line.
+//! Differences: a loss that is not a number is printed instead of left out, the time is UTC,
+//! throughputs below 1 have three digits, and values without a place in Megatron's line are at its
+//! end.
 
 use std::io::Write;
 use std::path::Path;
@@ -13,7 +13,7 @@ use megatron::train::{EvalMetrics, Peak, Profile, Reporter, StepMetrics};
 use super::profile::render;
 use super::window::Window;
 
-/// Prints a line every `log_interval` steps: means over these steps, as Megatron's.
+/// Prints a line every `log_interval` steps: means over these steps, as in Megatron.
 pub struct Lines<W> {
     out: W,
     log_interval: u64,
@@ -26,7 +26,7 @@ impl<W: Write + Send> Lines<W> {
     }
 
     fn print(&mut self, line: &str) {
-        // A reader that went away is no reason to stop a run.
+        // A closed reader must not stop a run.
         let _ = writeln!(self.out, "{line}").and_then(|()| self.out.flush());
     }
 }
@@ -95,8 +95,7 @@ fn step_line(date: &str, m: &StepMetrics, w: &Window) -> String {
     )
 }
 
-/// `%.1f`, as Megatron's, but for what that would leave nothing of: three digits of what a CPU
-/// does.
+/// `%.1f` as in Megatron, except for small values, such as a CPU's, which get three digits.
 fn throughput(tflops: f64) -> String {
     if !(tflops > 0.0 && tflops < 1.0) {
         return format!("{tflops:.1}");
@@ -105,8 +104,8 @@ fn throughput(tflops: f64) -> String {
     format!("{tflops:.decimals$}")
 }
 
-/// The largest memory of a GPU so far, in GiB; Megatron has no place for it in this line. Nothing
-/// on the CPU.
+/// The largest memory use of a GPU so far, in GiB, which Megatron's line does not have. Nothing on
+/// the CPU.
 fn gpu_memory(memory: Peak) -> String {
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let line = |reserved| {

@@ -1,4 +1,4 @@
-//! How a run's progress is shown: a bar on a terminal, Megatron-LM's log lines elsewhere.
+//! Shows a run's progress: a bar on a terminal, Megatron-LM's log lines elsewhere.
 
 mod bar;
 mod bytes;
@@ -15,7 +15,7 @@ use megatron::train::{Reporter, Silent};
 pub use bytes::ByteBar;
 pub use words::{count, duration};
 
-/// The reporter of `rank`. Rank 0 shows what there is to see, every `log_interval` steps.
+/// The reporter of `rank`. Only rank 0 shows progress, every `log_interval` steps.
 pub fn for_rank(rank: usize, log_interval: u64) -> Box<dyn Reporter> {
     if rank != 0 {
         Box::new(Silent)

@@ -1,5 +1,5 @@
-//! The table of a profile: where the time of a step went, and how near its operations came to the
-//! machine's ceilings.
+//! The table of a profile: where the time of a step was spent, and how near its operations came to
+//! the machine's ceilings.
 
 use std::fmt::Write;
 
@@ -8,24 +8,25 @@ use megatron::train::{Profile, SpanGroup, Summary, Total};
 use super::table::{Table, significant};
 use super::words::count;
 
-/// Kernels that are matrix products or attention; the rest is overhead to be kept small.
+/// Kernels that are matrix products or attention; the rest is overhead.
 const PRODUCTS: [&str; 5] =
     ["linear", "linear_dgrad", "linear_wgrad", "attention", "attention_backward"];
-/// Rows of less than this share of a step are summed into one.
+/// Rows with less than this share of a step are summed into one.
 const LEAST_SHARE: f64 = 0.002;
 
-/// The whole report, ending in a Markdown table by operation and one by rank.
+/// The whole report, ending with Markdown tables by operation and by rank.
 pub fn render(profile: &Profile) -> String {
     if profile.ranks.is_empty() {
-        return "profile: the run made none of the steps that were to be recorded".to_string();
+        return "profile: the run did not reach the steps to be recorded".to_string();
     }
     let ranks = profile.ranks.len();
     let mean = Summary::mean(profile.ranks.iter().map(|(_, summary)| summary));
     let steps = mean.steps.max(1) as f64;
     let of = if ranks == 1 { String::new() } else { format!(", mean of {ranks} ranks") };
     let mut text = format!(
-        "profile: {} of {} ms{of}; traces in {} (open them in https://ui.perfetto.dev or chrome://tracing)\n\
-         ceilings of a rank while all are busy: {} product {} GFLOP/s, copy {} GB/s\n",
+        "profile: {} of {} ms{of}; traces in {} (open them in https://ui.perfetto.dev or \
+         chrome://tracing)\nceilings of one rank while all are busy: {} product {} GFLOP/s, copy \
+         {} GB/s\n",
         count(mean.steps, "step"),
         significant(mean.seconds / steps * 1e3),
         profile.dir.display(),
@@ -59,7 +60,7 @@ fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// Rows of the main thread, longest first, then what went on beside it.
+/// Rows of the main thread, longest first, then work on other threads.
 fn by_operation(profile: &Profile, mean: &Summary) -> Table {
     let steps = mean.steps.max(1) as f64;
     let mut table = Table::new([

@@ -1,4 +1,4 @@
-//! Means over the steps since the last line that was shown.
+//! Means over the steps since the last line.
 
 use megatron::train::StepMetrics;
 
@@ -16,8 +16,8 @@ pub struct Window {
 }
 
 impl Window {
-    /// Adds a step. If a line is due after it, every `log_interval` steps and after the last one,
-    /// the steps for the line; then it begins anew.
+    /// Adds a step. If a line is due after it (every `log_interval` steps and after the last step),
+    /// returns the steps for the line and starts again.
     pub fn add(&mut self, m: &StepMetrics, log_interval: u64) -> Option<Self> {
         self.steps += 1;
         self.loss += m.lm_loss;
@@ -41,12 +41,12 @@ impl Window {
         self.elapsed_ms / self.steps as f64
     }
 
-    /// 10¹² floating-point operations a second and rank.
+    /// 10¹² floating-point operations per second and rank.
     pub fn tflops(&self) -> f64 {
         if self.elapsed_ms > 0.0 { self.work / self.elapsed_ms } else { 0.0 }
     }
 
-    /// Tokens a second of all ranks.
+    /// Tokens per second of all ranks.
     pub fn tokens_per_second(&self) -> f64 {
         if self.elapsed_ms > 0.0 { self.tokens / self.elapsed_ms * 1e3 } else { 0.0 }
     }

@@ -1,4 +1,4 @@
-//! Numbers with what they count, as they are read.
+//! Numbers with units, as readable text.
 
 /// `1 step`, `2 steps`, `2 microbatches`.
 pub fn count(n: u64, what: &str) -> String {
@@ -10,7 +10,7 @@ pub fn count(n: u64, what: &str) -> String {
     format!("{n} {what}{plural}")
 }
 
-/// A time in the unit in which it has digits.
+/// A duration in a suitable unit.
 pub fn duration(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     match seconds {

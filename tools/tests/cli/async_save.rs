@@ -1,4 +1,5 @@
-//! `--async-save`: the checkpoints of a run that saves at once, written while it goes on.
+//! `--async-save`: the same checkpoints as those of a run that waits for saves, written while
+//! training continues.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,7 +27,7 @@ fn shards(site: &Site, folder: &str) -> BTreeMap<String, Vec<u8>> {
     shards
 }
 
-/// The iterations that a log says were saved, in order.
+/// The saved iterations in a log, in order.
 fn saved(log: &str) -> Vec<u64> {
     let lines = log
         .lines()
@@ -73,7 +74,7 @@ fn a_run_that_is_stopped_or_killed_goes_on_from_what_was_complete() {
             fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
         let there: u64 = pointer.trim().parse().unwrap();
         if signal == "TERM" {
-            // All that was made is saved.
+            // All steps that were made are saved.
             assert_eq!(
                 (output.status.code(), there),
                 (Some(143), site.last_step()),

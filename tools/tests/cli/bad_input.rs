@@ -1,5 +1,4 @@
-//! Input that cannot be used: every rank ends soon with one message; nothing is overwritten and
-//! nothing left behind.
+//! Unusable input: every rank ends soon with one message; nothing is overwritten or left behind.
 
 use std::fs;
 
@@ -77,7 +76,7 @@ fn flags_and_keys_that_are_unknown_wrong_or_contradict_each_other() {
     both_refuse(&site, &[], &["run.toml:1"]);
 }
 
-/// It is continued after all training, which must not be in vain.
+/// The prompt is continued after all training, which must not be lost.
 #[test]
 fn a_prompt_that_cannot_be_continued() {
     let site = Site::new();
@@ -87,7 +86,7 @@ fn a_prompt_that_cannot_be_continued() {
         &["--prompt=this prompt fills the window"],
         &["--prompt \"this", "16 positions"],
     );
-    // Tokens alone do not say what a text is in them.
+    // Tokens alone do not determine how to encode a text.
     let mut command = site.mark(megatron());
     command.args([
         "preprocess",
@@ -101,7 +100,7 @@ fn a_prompt_that_cannot_be_continued() {
     assert!(command.output().unwrap().status.success());
     site.edit("tokenizer = \"byte\"", "");
     let flags = ["--data-path=x_text_document", "--vocab-size=257", "--prompt=the"];
-    both_refuse(&site, &flags, &["--prompt is a text", "--tokenizer"]);
+    both_refuse(&site, &flags, &["--prompt is text", "--tokenizer"]);
 }
 
 #[test]
@@ -137,7 +136,7 @@ fn text_that_is_missing_empty_short_or_binary() {
         ("folder", "holds no text"),
         ("short.txt", "error: short.txt: the train split has"),
         ("short.txt", "tokens, but one sample takes 17"),
-        ("binary.txt", "is no text"),
+        ("binary.txt", "is not text"),
     ];
     for (path, message) in cases {
         both_refuse(&site, &["--data-path", path], &[message]);
@@ -145,7 +144,7 @@ fn text_that_is_missing_empty_short_or_binary() {
     both_refuse(&site, &["--split=0,1,0"], &["the train split has 0 tokens"]);
 }
 
-/// The files of the dataset that a first run made, copied to `data.bin` and `data.idx`.
+/// Copies the dataset files of a first run to `data.bin` and `data.idx`.
 fn indexed(site: &Site) {
     site.succeed(&["--train-iters=1"]);
     for entry in fs::read_dir(site.path("cache")).unwrap().flatten() {
@@ -179,7 +178,7 @@ fn an_indexed_dataset_that_is_damaged() {
     magic[0] ^= 1;
     put("data.idx", &magic);
     both_refuse(&site, &flags, &["data.idx"]);
-    // The byte offset of a sequence, far outside of the data.
+    // The byte offset of a sequence, far outside the data.
     let mut offset = idx.clone();
     let sequences = u64::from_le_bytes(idx[18..26].try_into().unwrap()) as usize;
     offset[34 + 4 * sequences + 7] = 0x40;
@@ -229,7 +228,10 @@ fn optimizer_state_that_cannot_be_elsewhere() {
     both_refuse(
         &site,
         &both,
-        &["optimizer_cpu_offload = true (--optimizer-cpu-offload)", "are two places for one state"],
+        &[
+            "optimizer_cpu_offload = true (--optimizer-cpu-offload)",
+            "both move the optimizer state",
+        ],
     );
 }
 
@@ -298,14 +300,14 @@ fn a_model_that_cannot_fit_into_memory() {
     }
 }
 
-/// One rank of it would fit.
+/// One rank alone would fit.
 #[test]
 fn a_run_whose_ranks_cannot_fit_together() {
     let site = Site::new();
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
     let bytes = total.trim().trim_end_matches(" kB").parse::<f64>().unwrap() * 1024.0;
-    // 4 · 11 · hidden² parameters, of 16 bytes each with gradients and moments.
+    // 4 · 11 · hidden² parameters of 16 bytes each, including gradients and moments.
     let hidden = (0.4 * bytes / 16.0 / 44.0).sqrt() as usize / 8 * 8;
     let flags = [
         &format!("--hidden-size={hidden}")[..],
@@ -322,7 +324,7 @@ fn a_run_whose_ranks_cannot_fit_together() {
     both_refuse(
         &site,
         &flags,
-        &[&parts[..], &["--use-distributed-optimizer (cuts masters and moments over 4"]].concat(),
+        &[&parts[..], &["--use-distributed-optimizer (shards masters and moments over 4"]].concat(),
     );
 }
 

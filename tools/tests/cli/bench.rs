@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use crate::site::Site;
 use crate::support::{megatron, stderr, stdout};
 
-/// Runs `megatron bench` with `words` and gives what it printed.
+/// Runs `megatron bench` with `words` and returns its output.
 fn bench(words: &[&str]) -> String {
     let output = megatron().arg("bench").args(words).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     stdout(&output)
 }
 
-/// `key=value` of the line that compares with the peer script's.
+/// The `key=value` pairs of the line in the format of the PyTorch script.
 fn figures(text: &str) -> BTreeMap<&str, &str> {
     let line = text.lines().find(|line| line.contains("tokens_per_second=")).unwrap();
     line.split(' ').filter_map(|word| word.split_once('=')).collect()

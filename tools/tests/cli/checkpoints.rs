@@ -1,5 +1,5 @@
-//! Checkpoints that cannot be used or written: the run ends with one message, and what was saved
-//! before stays as it was.
+//! Checkpoints that cannot be used or written: the run ends with one message, and earlier
+//! checkpoints are unchanged.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use crate::support::{kill, stderr, stdout};
 
 const SAVE: [&str; 2] = ["--save=saved", "--load=saved"];
 
-/// A site whose folder `saved` holds the checkpoint of iteration 2.
+/// A site with the checkpoint of iteration 2 in `saved`.
 fn saved() -> Site {
     let site = Site::new();
     site.succeed(&["--save=saved", "--train-iters=2"]);
@@ -21,7 +21,7 @@ fn checkpoint(site: &Site) -> PathBuf {
     site.path("saved/iter_0000002")
 }
 
-/// Asserts that resuming is refused, also by ranks without a supervisor, and changes nothing.
+/// Asserts that resuming is refused, also for ranks without a supervisor, and changes nothing.
 fn both_refuse(site: &Site, flags: &[&str], parts: &[&str]) {
     let flags = [&SAVE[..], flags].concat();
     let before = site.files();
@@ -70,7 +70,7 @@ fn a_manifest_or_pointer_that_is_damaged() {
     fs::write(&pointer, "latest\n").unwrap();
     both_refuse(&site, &[], &["latest_checkpointed_iteration.txt", "\"latest\""]);
     fs::write(&pointer, "7\n").unwrap();
-    both_refuse(&site, &[], &["iter_0000007", "is not there"]);
+    both_refuse(&site, &[], &["iter_0000007", "is missing"]);
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_folder_into_which_another_run_saves_is_refused_until_that_ends() {
         [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
     {
         for output in ended(start(&site, &flags), SOON) {
-            refused(&output, &["saved", "another run saves", "save elsewhere"]);
+            refused(&output, &["saved", "another run is saving", "save elsewhere"]);
         }
     }
     let step = site.last_step();
@@ -134,7 +134,7 @@ fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
         [|site: &Site, flags: &[&str]| vec![site.pretrain(flags).spawn().unwrap()], Site::ranks]
     {
         for output in ended(start(&site, &flags("--tokenizer=train:257")), SOON) {
-            refused(&output, &["new", "another run saves"]);
+            refused(&output, &["new", "another run is saving"]);
         }
         assert!(fs::read(site.path("new/tokenizer.json")).unwrap() == tokenizer);
     }
@@ -143,8 +143,7 @@ fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
     assert_eq!(first.status.code(), Some(130), "{}", stderr(&first));
 }
 
-/// `command` under a limit on the size of files, which fails writes as a full disk does: after a
-/// part of them.
+/// `command` with a limit on file size, so that writes fail halfway, as on a full disk.
 fn limited(site: &Site, command: &Command, kib: u32) -> Command {
     let mut shell = Command::new("sh");
     // With the signal ignored, a write beyond the limit is an error.
@@ -164,7 +163,7 @@ fn a_checkpoint_that_does_not_fit_leaves_the_last_one_as_it_was() {
     let site = saved();
     let before = site.files();
     let port = crate::site::free_port();
-    // Shared memory is a file to this limit too, so ranks talk over TCP.
+    // The limit also applies to shared memory, so ranks communicate over TCP.
     let tcp = "--distributed-backend=tcp";
     let flags = ["--save=saved", "--load=saved", "--save-interval=1", "--metrics=/dev/null", tcp];
     let supervised = vec![site.pretrain(&flags)];
@@ -194,7 +193,7 @@ fn a_disk_that_is_full_from_the_start_leaves_nothing() {
 #[test]
 fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     let site = saved();
-    // Root may write everywhere, so a file takes the folder's place.
+    // Root may write everywhere, so a file is put in the folder's place.
     let mut child =
         site.pretrain(&["--save=other", "--save-interval=1000", "--train-iters=100000"]);
     let child = child.spawn().unwrap();
@@ -202,7 +201,7 @@ fn a_folder_that_becomes_unwritable_ends_the_run_at_the_next_checkpoint() {
     fs::remove_dir(site.path("other")).unwrap();
     site.write("other", "in the way");
     for output in ended(vec![child], SOON * 6) {
-        refused(&output, &["other", "is another folder now"]);
+        refused(&output, &["other", "is now a different folder"]);
     }
     assert_eq!(fs::read(site.path("other")).unwrap(), b"in the way");
     site.assert_nothing_left();
@@ -215,7 +214,7 @@ fn another_run_starts_from_the_weights_alone_and_saves_elsewhere() {
     let finetune = ["--load=saved", "--finetune"];
     // Its own steps would replace the other run's.
     let own = site.pretrain(&[&finetune[..], &["--save=saved"]].concat()).output().unwrap();
-    refused(&own, &["is there already and this run would overwrite it"]);
+    refused(&own, &["already exists and this run would overwrite it"]);
     refused(
         &site.pretrain(&["--load=none", "--finetune"]).output().unwrap(),
         &["--finetune and --no-load-optim start from a checkpoint, and none holds none"],

@@ -1,5 +1,4 @@
-//! Ranks that `srun` and `mpirun` start: they are told their places by other variables than
-//! torchrun's.
+//! Ranks started by `srun` and `mpirun`, which set other variables than torchrun.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -12,7 +11,7 @@ const TWO: [&str; 2] = ["--pipeline-model-parallel-size=1", "--distributed-timeo
 
 type Variables = BTreeMap<&'static str, String>;
 
-/// What `srun -n 2` tells task `rank` in a job of its own number, amid what `salloc` told the shell
+/// The variables that `srun -n 2` sets for task `rank`, together with those of `salloc`'s shell
 /// around it.
 fn srun(rank: usize) -> Variables {
     let job = std::process::id().to_string();
@@ -36,7 +35,7 @@ fn srun(rank: usize) -> Variables {
     variables
 }
 
-/// What Open MPI's `mpirun -n 2` tells rank `rank`.
+/// The variables that Open MPI's `mpirun -n 2` sets for rank `rank`.
 fn open_mpi(rank: usize) -> Variables {
     BTreeMap::from([
         ("OMPI_COMM_WORLD_RANK", rank.to_string()),
@@ -52,8 +51,8 @@ fn told(site: &Site, variables: Variables) -> Command {
     command
 }
 
-/// Asserts that two processes that are told these variables come to the losses of a run that starts
-/// its own.
+/// Asserts that two processes with these variables reach the same losses as a run that starts its
+/// own ranks.
 fn train_together(variables: impl Fn(usize) -> Variables) {
     let site = Site::new();
     site.succeed(&TWO);
@@ -128,7 +127,7 @@ fn what_cannot_be_used_is_named_as_its_launcher_calls_it() {
     for (output, message) in &cases {
         refused(output, &[message]);
     }
-    // Of two machines, nobody tells where the first is.
+    // With two machines, no variable tells where the first one is.
     let mut variables = open_mpi(1);
     variables.extend([
         ("OMPI_COMM_WORLD_LOCAL_RANK", "0".into()),

@@ -1,4 +1,5 @@
-//! Hugging Face models through the command line: in, trained as PyTorch trains them, and out.
+//! Hugging Face models through the command line: imported, trained with PyTorch's results, and
+//! exported.
 
 use std::path::{Path, PathBuf};
 
@@ -11,12 +12,12 @@ fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 
-/// The run of `expected.json`, cut by `more`; its folder holds `metrics.jsonl` and `saved`.
+/// The run of `expected.json` with the layout `more`; its folder holds `metrics.jsonl` and `saved`.
 fn pretrain(folder: &Path, name: &str, more: &[&str]) -> std::process::Output {
     pretrain_from(&fixtures().join(name), folder, name, more)
 }
 
-/// As [`pretrain`], of the model in `model`.
+/// As [`pretrain`], with the model in `model`.
 fn pretrain_from(model: &Path, folder: &Path, name: &str, more: &[&str]) -> std::process::Output {
     let fixture = fixtures().join(name);
     let mut command = megatron();
@@ -95,7 +96,7 @@ fn settings_that_contradict_the_model_are_refused_and_others_may_repeat_it() {
     );
     let message = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{message}");
-    for part in ["num_layers", "--num-layers", "where it has 4", "swiglu", "config.json"] {
+    for part in ["num_layers", "--num-layers", "but it has 4", "swiglu", "config.json"] {
         assert!(message.contains(part), "{part}: {message}");
     }
     assert!(!message.contains("hidden_size"), "{message}");
@@ -118,7 +119,7 @@ fn weights_beyond_fp16_are_not_exported_as_infinities() {
     assert_eq!(output.status.code(), Some(2), "{message}");
     assert!([name, "65504", "bf16"].iter().all(|part| message.contains(part)), "{message}");
     assert!(!dir.path().join("out").exists());
-    // To where an empty folder is linked.
+    // Export to a link to an empty folder.
     std::fs::create_dir(dir.path().join("empty")).unwrap();
     std::os::unix::fs::symlink("empty", dir.path().join("out")).unwrap();
     assert!(run(&["export", "checkpoint", "out", "--dtype", "bf16"]).status.success());
@@ -204,7 +205,7 @@ fn a_run_replaces_no_file_of_another_model_and_brings_none_of_another_tokenizer(
     let output = train(&["--exit-interval=1", "--tokenizer=byte"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(names(), ["generation_config.json", "hf_config.json"]);
-    // What the run has beside its checkpoints is its own.
+    // Files beside the run's checkpoints belong to the run.
     std::fs::write(saved.join("generation_config.json"), "mine").unwrap();
     let output = train(&["--load=saved", "--exit-interval=2"]);
     assert!(output.status.success(), "{}", stderr(&output));
@@ -247,7 +248,7 @@ fn training_goes_on_from_a_checkpoint_of_megatron_lm_with_megatrons_loss() {
     let tokens: Vec<i64> = expected["tokens"].to_vec1().unwrap();
     let logits: Vec<Vec<f32>> = expected["logits"].to_vec2().unwrap();
     let vocabulary = logits[0].len();
-    // A text of the tokens that Megatron's logits are of.
+    // A text with the tokens of Megatron's logits.
     let words: serde_json::Map<_, _> =
         (0..vocabulary).map(|word| (format!("w{word}"), word.into())).collect();
     let mut tokenizer: Value = serde_json::from_str(WORDS).unwrap();
@@ -343,7 +344,7 @@ fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
     assert!(output.status.success(), "{}", stderr(&output));
     let said = stdout(&output) + &stderr(&output);
     assert!(
-        said.contains("vocabulary 600") && said.contains("up to 600 begin with random weights"),
+        said.contains("vocabulary 600") && said.contains("up to 600 start with random weights"),
         "{said}"
     );
     assert!(run(&["export", "saved", "hf"]).status.success());
@@ -352,7 +353,7 @@ fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
     let shown = [&config["vocab_size"], &config["rope_theta"], &config["max_position_embeddings"]]
         .map(Value::to_string);
     assert_eq!(shown, ["600", "500000.0", "4096"]);
-    // The same line goes on.
+    // The same command line resumes.
     let more = [&overrides[..3], &["--load=saved", "--exit-interval=2"]].concat();
     let output = pretrain(dir.path(), "llama-tiny", &more);
     assert!(
@@ -360,15 +361,15 @@ fn a_hugging_face_model_begins_with_another_vocabulary_base_and_context() {
         "{}",
         stderr(&output)
     );
-    // Notes of settings without effect are about those that were given.
+    // Notes on settings without effect list only given settings.
     let output = pretrain(dir.path(), "gpt2-tiny", &["--train-iters=1", "--save=other"]);
     assert!(
-        output.status.success() && !stdout(&output).contains("without effect"),
+        output.status.success() && !stdout(&output).contains("no effect"),
         "{}",
         stdout(&output)
     );
     for (name, flags, why) in [
-        ("gpt2-tiny", &["--max-position-embeddings=4096"][..], "which it has learned"),
+        ("gpt2-tiny", &["--max-position-embeddings=4096"][..], "has learned"),
         ("gpt2-tiny", &["--rotary-base=500000"], "rotary_base"),
         ("llama-tiny", &["--vocab-size=100", "--tokenizer=byte"], "257 tokens"),
     ] {
@@ -451,7 +452,7 @@ fn what_is_given_in_a_models_place_is_named_with_the_command_that_helps() {
 fn an_evaluation_that_gives_no_number_ends_badly() {
     let dir = tempfile::tempdir().unwrap();
     copied("llama-tiny", &dir.path().join("hf"));
-    // Numbers that overflow on their way.
+    // Values that overflow in the computation.
     let path = dir.path().join("hf/model.safetensors");
     let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
     let norm = tensors.get_mut("model.norm.weight").unwrap();
@@ -469,7 +470,7 @@ fn an_evaluation_that_gives_no_number_ends_badly() {
     );
 }
 
-/// What `--tokenizer FOLDER` brings.
+/// Tests the files that `--tokenizer FOLDER` brings along.
 #[test]
 fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let dir = tempfile::tempdir().unwrap();
@@ -517,7 +518,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
         (&json("hf/config.json")["eos_token_id"], &json("hf/config.json")["bos_token_id"]),
         (&3.into(), &0.into())
     );
-    // A folder of checkpoints that has another's is left as it is.
+    // A folder of checkpoints with another tokenizer's files is left unchanged.
     let output = run(&format!("{train} --tokenizer byte --save bytes"));
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(run("export bytes hf-bytes").status.success());
@@ -526,8 +527,8 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
         (&made["tokenizer_class"], &made["eos_token"]),
         (&"PreTrainedTokenizerFast".into(), &"<|endoftext|>".into())
     );
-    // And with training's ids for special tokens that are spelled out, though by default those are
-    // special.
+    // And with the ids of training for spelled-out special tokens, although these are special by
+    // default.
     std::fs::write(at("special.txt"), "a <e> b <|endoftext|> ".repeat(20)).unwrap();
     let evaluated = |load: &str| {
         let output = run(&format!("eval --load {load} --data-path special.txt --cache-dir cache"));
@@ -540,7 +541,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     assert!(run("export literal hf-literal").status.success());
     assert_eq!(evaluated("hf-literal"), evaluated("literal"));
     assert_ne!(evaluated("literal"), evaluated("saved"));
-    // What import puts beside its checkpoint is the tokenizer, and is asked how it takes text.
+    // The files that import puts beside its checkpoint are the tokenizer, with its options.
     assert!(run("import hf-literal imported").status.success());
     let flags = "--finetune --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --save tuned";
     let output =
@@ -552,7 +553,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
         "{said}"
     );
     assert_eq!(evaluated("tuned"), evaluated("literal"));
-    // Without data the run's.
+    // Without --data-path, the run's data are used.
     let output = run("eval --load tuned --cache-dir cache");
     assert!(
         output.status.success()

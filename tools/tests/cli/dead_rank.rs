@@ -1,4 +1,4 @@
-//! Ranks that die, hang or are told to stop: the others end soon, the cause is named, and the run
+//! Ranks that die, hang or are asked to stop: the others end soon, the cause is named, and the run
 //! resumes bitwise.
 
 use std::fs;
@@ -20,7 +20,7 @@ fn site() -> (Site, Vec<(u64, String)>) {
     (site, losses)
 }
 
-/// Flags of a run that saves to `folder` every `interval` steps and goes on from there.
+/// Flags of a run that saves to `folder` every `interval` steps and resumes from there.
 fn saving(folder: &str, interval: u64) -> [String; 3] {
     [format!("--save={folder}"), format!("--load={folder}"), format!("--save-interval={interval}")]
 }
@@ -29,8 +29,8 @@ fn words(flags: &[String]) -> Vec<&str> {
     flags.iter().map(String::as_str).collect()
 }
 
-/// Asserts that `folder` holds an intact checkpoint from which the run comes to the same losses,
-/// bit for bit.
+/// Asserts that `folder` holds an intact checkpoint from which the run reaches the same losses, bit
+/// for bit.
 fn resumes_bitwise(site: &Site, folder: &str, uninterrupted: &[(u64, String)]) {
     let flags = saving(folder, 1000);
     let output = site.succeed(&words(&flags));
@@ -65,7 +65,7 @@ fn a_killed_rank_ends_a_supervised_run_which_resumes_bitwise() {
         let output = ended(vec![supervisor], SOON).remove(0);
         assert_eq!(output.status.code(), Some(137));
         let named = format!("rank {rank} (pid {pid}) was killed by SIGKILL");
-        refused(&output, &[&named, "The same command goes on from the last checkpoint in"]);
+        refused(&output, &[&named, "The same command continues from the last checkpoint in"]);
         site.assert_nothing_left();
         resumes_bitwise(&site, &folder, &losses);
     }
@@ -83,14 +83,14 @@ fn a_killed_rank_ends_the_ranks_of_a_launcher_which_resume_bitwise() {
         wait_for_checkpoint(&site, &folder);
         let pid = children[rank].id();
         kill(pid, "KILL");
-        // Only ranks of one host see each other's processes.
+        // Only ranks on one host see each other's processes.
         let how =
             if backend == "local" { format!("pid {pid}") } else { "its connection ".to_string() };
         let named = format!("rank {rank} died ({how}");
         for (_, output) in
             ended(children, SOON).iter().enumerate().filter(|(other, _)| *other != rank)
         {
-            refused(output, &[&named, "The same command goes on from the last checkpoint in"]);
+            refused(output, &[&named, "The same command continues from the last checkpoint in"]);
         }
         site.assert_nothing_left();
         resumes_bitwise(&site, &folder, &losses);
@@ -102,7 +102,7 @@ fn a_rank_killed_while_it_saves_leaves_the_last_checkpoint_intact() {
     let (site, losses) = site();
     for rank in [0, RANKS - 1] {
         let folder = format!("saved{rank}");
-        // Saving at every step, a run does little else.
+        // A run that saves at every step spends most of its time saving.
         let flags = saving(&folder, 1);
         let supervisor = start(&site, &words(&flags));
         wait_for_checkpoint(&site, &folder);
@@ -119,7 +119,7 @@ fn a_rank_killed_while_it_saves_leaves_the_last_checkpoint_intact() {
             &ended(vec![supervisor], SOON)[0],
             &[&format!("rank {rank} (pid {pid}) was killed by SIGKILL")],
         );
-        // What the killed rank was writing is removed by the next save.
+        // The next save removes the files that the killed rank was writing.
         resumes_bitwise(&site, &folder, &losses);
     }
 }
@@ -135,7 +135,7 @@ fn a_rank_that_hangs_is_named_after_the_timeout() {
     let supervisor = site.pretrain(&flags).spawn().unwrap();
     site.wait_for_step(3);
     kill(site.supervised_ranks()[2], "STOP");
-    // Three seconds are the timeout's.
+    // Three seconds of this are the timeout.
     let output = ended(vec![supervisor], SOON + Duration::from_secs(3)).remove(0);
     refused(&output, &["waited", "[2]"]);
     site.assert_nothing_left();
@@ -233,7 +233,7 @@ fn a_run_says_what_a_signal_does_and_where_it_stopped() {
             kill(run.id(), "INT");
             let output = ended(vec![run], SOON).remove(0);
             assert_eq!(output.status.code(), Some(130), "{who}: {}", stderr(&output));
-            // `launch` does not know what it started.
+            // `launch` does not know whether its command saves.
             let does = if saves && who != "launched" { "saving and stopping" } else { "stopping" };
             let line = format!("SIGINT: {does}; Ctrl-C now stops at once\n");
             assert_eq!(
@@ -247,7 +247,7 @@ fn a_run_says_what_a_signal_does_and_where_it_stopped() {
                 false => format!("stopped at step {step}; nothing is saved without --save\n"),
             };
             assert_eq!(text.matches(&end).count(), 1, "{who}: no {end:?} in {text}");
-            // What a run is told once at its start, however it was started.
+            // Lines that appear once at the start, however the run was started.
             for part in ["samples of 16 tokens: ", " tokens in cache/", "model: "] {
                 assert_eq!(text.matches(part).count(), 1, "{who}: {part:?} in {text}");
             }
@@ -278,7 +278,7 @@ fn a_setting_of_some_ranks_alone_is_named_though_they_do_more_together() {
         let ranks =
             (0..RANKS).map(|rank| site.rank(rank, port, flags(rank)).spawn().unwrap()).collect();
         for output in ended(ranks, SOON) {
-            refused(&output, &["not started alike", "checkpoint.save"]);
+            refused(&output, &["started differently", "checkpoint.save"]);
         }
         assert!(!site.path("saved").exists());
     }
@@ -304,7 +304,7 @@ fn a_second_ctrl_c_ends_a_run_that_cannot_stop_by_itself() {
     let site = Site::new();
     let supervisor = site.pretrain(&["--train-iters=1000000"]).spawn().unwrap();
     site.wait_for_step(3);
-    // A rank that hangs keeps the others from the end of the step.
+    // A hanging rank keeps the others from finishing the step.
     kill(site.supervised_ranks()[1], "STOP");
     kill(supervisor.id(), "INT");
     std::thread::sleep(Duration::from_millis(300));

@@ -1,12 +1,11 @@
-//! Training that diverges: it ends with one message, and leaves the last good checkpoint the
-//! latest.
+//! Diverging training ends with one message, and the last good checkpoint stays the latest.
 
 use std::fs;
 
 use crate::site::{SOON, Site, ended, refused};
 use crate::support::{stderr, stdout};
 
-/// After one step at this rate the weights are finite, and nothing that is computed of them.
+/// After one step at this rate the weights are finite, but everything computed from them is not.
 const DIVERGING: [&str; 2] = ["--lr=1e30", "--save=saved"];
 
 fn latest(site: &Site) -> String {
@@ -32,15 +31,15 @@ fn it_ends_after_ten_steps_in_a_row_on_any_layout_and_is_not_started_again() {
         let often = ["--save-interval=1", "--load=saved", "--max-restarts=3"];
         let output = site.pretrain(&[&DIVERGING[..], &often, layout].concat()).output().unwrap();
         let parts = [
-            "10 steps in a row were not finite, the first of them step 2",
+            "10 steps in a row were not finite, from step 2 on",
             "(max_nonfinite_steps = 10)",
             "--load saved --ckpt-step 1",
             "a lower --lr",
         ];
         refused(&output, &parts);
         assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-        assert!(!stderr(&output).contains("starting all ranks again"), "{}", stderr(&output));
-        // The weights of all steps are finite, but nothing good comes of those after the first.
+        assert!(!stderr(&output).contains("restarting all ranks"), "{}", stderr(&output));
+        // The weights of all steps are finite, but those after the first are useless.
         assert_eq!((site.last_step(), latest(&site).as_str()), (11, "1"));
         let log = stdout(&output);
         let line = "step 2: no checkpoint is saved while steps are not finite; the latest is still that of step 1";
@@ -64,7 +63,7 @@ fn good_checkpoints_stay_while_a_run_diverges() {
         site.succeed(&["--save=saved", "--save-interval=1", "--train-iters=3"]);
         let flags =
             ["--lr=1e30", "--save=saved", "--load=saved", "--save-interval=1", "--clip-grad=0"];
-        // Ends amid the steps that are not finite, and is saved.
+        // Ends within the steps that are not finite, and is saved.
         site.succeed(&[&flags[..], retention, &["--exit-interval=8"]].concat());
         let output = site
             .pretrain(&[&flags[..], retention, &["--max-nonfinite-steps=6"]].concat())
@@ -74,8 +73,8 @@ fn good_checkpoints_stay_while_a_run_diverges() {
         assert!(site.path("saved/iter_0000004/manifest.json").exists(), "{retention:?}");
         assert_eq!(latest(&site), "8", "{retention:?}");
     }
-    // What is loaded from another folder is named, too, and no checkpoint of weights that are begun
-    // with.
+    // A checkpoint loaded from another folder is suggested too, but not one that only gave initial
+    // weights.
     let site = Site::new();
     site.succeed(&["--save=base", "--train-iters=3"]);
     let flags = [&DIVERGING[..], &["--load=base"]].concat();
@@ -88,7 +87,7 @@ fn good_checkpoints_stay_while_a_run_diverges() {
 fn ranks_of_a_launcher_agree_on_the_step() {
     let site = Site::new();
     for output in ended(site.ranks(&DIVERGING), SOON) {
-        refused(&output, &["the first of them step 2"]);
+        refused(&output, &["from step 2 on"]);
     }
 }
 
@@ -126,7 +125,7 @@ fn how_many_steps_it_takes_is_a_setting_under_megatrons_names_too() {
     let both = site.pretrain(&["--max-nonfinite-steps=4"]).output().unwrap();
     refused(
         &both,
-        &["run.toml:", "max_nonfinite_steps = 4 (--max-nonfinite-steps)", "give one of them"],
+        &["run.toml:", "max_nonfinite_steps = 4 (--max-nonfinite-steps)", "give only one"],
     );
 }
 
@@ -135,10 +134,7 @@ fn a_row_goes_on_where_the_run_does() {
     let site = Site::new();
     let flags = [&DIVERGING[..], &["--load=saved"]].concat();
     site.succeed(&[&flags[..], &["--exit-interval=6"]].concat());
-    refused(
-        &site.pretrain(&flags).output().unwrap(),
-        &["10 steps in a row", "the first of them step 2"],
-    );
+    refused(&site.pretrain(&flags).output().unwrap(), &["10 steps in a row", "from step 2 on"]);
     assert_eq!(site.last_step(), 11);
 }
 
@@ -153,10 +149,10 @@ fn overflows_count_once_the_loss_scale_cannot_fall() {
     for (flags, parts) in [
         (
             &["--loss-scale=1099511627776", "--max-nonfinite-steps=4"][..],
-            ["first of them step 1", "--loss-scale"],
+            ["from step 1 on", "--loss-scale"],
         ),
         (
-            // The first overflow uses up hysteresis, which is all that it can do.
+            // The first overflow only uses up the hysteresis.
             &["--initial-loss-scale=1099511627776", "--min-loss-scale=1099511627776", first],
             ["step 1 is not finite", "a lower --lr"],
         ),
@@ -167,7 +163,7 @@ fn overflows_count_once_the_loss_scale_cannot_fall() {
 
 #[test]
 fn parameters_that_are_not_finite_are_never_saved() {
-    // At this rate a step leaves none that is finite.
+    // At this rate, one step leaves no finite weight.
     let infinite = ["--lr=1e39", "--load=saved", "--save=saved"];
     for (precision, more) in [
         ("--bf16=false", &["--train-iters=3"][..]),

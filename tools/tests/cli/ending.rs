@@ -1,5 +1,4 @@
-//! How runs end before their last step, what of their checkpoints is left, and runs that make no
-//! step.
+//! How runs end before their last step, which checkpoints stay, and runs without steps.
 
 use std::fs;
 use std::process::Output;
@@ -14,8 +13,7 @@ fn saved_step(site: &Site) -> u64 {
     pointer.trim().parse().unwrap()
 }
 
-/// Asserts that a run ended with `code`, for no other reason than a signal, and saved its last
-/// step.
+/// Asserts that a run ended with `code` only because of a signal, and saved its last step.
 fn stopped(site: &Site, outputs: &[Output], code: i32) {
     for output in outputs {
         assert_eq!(output.status.code(), Some(code), "{}", stderr(output));
@@ -27,8 +25,8 @@ fn stopped(site: &Site, outputs: &[Output], code: i32) {
 
 #[test]
 fn schedulers_warnings_save_and_end_a_run_whoever_they_come_to() {
-    // As Slurm sends them: to all processes of a step; or only to those that `--signal` or somebody
-    // names.
+    // As Slurm sends them: to all processes of a step, or only to those selected by `--signal` or
+    // the user.
     for (to_supervisor, to_ranks) in [(true, 0..0), (false, 2..3), (true, 0..RANKS)] {
         let site = Site::new();
         let flags = [&ENDLESS[..], &["--exit-signal-handler", "--exit-signal=SIGUSR1"]].concat();
@@ -75,7 +73,7 @@ fn a_run_whose_time_is_over_saves_and_ends_well_after_a_step() {
     ] {
         let site = Site::new();
         site.edit("eval_iters = 0", "eval_iters = 1");
-        // Less than it takes to start.
+        // Less time than the start takes.
         let flags = [&ENDLESS[..], &["--exit-duration-in-mins=0.0001"], flags].concat();
         for step in 1..=2 {
             site.succeed(&flags);
@@ -101,7 +99,7 @@ fn old_checkpoints_are_removed_once_a_newer_one_is_complete() {
         let flags = [&retain[..], at_once].concat();
         let log = stdout(&site.succeed(&[&flags[..], &["--train-iters=11"]].concat()));
         assert!(log.contains("removed the checkpoint of step 2\n"), "{log}");
-        // What another run had removed in part.
+        // A folder that another run had partly removed.
         fs::rename(site.path("saved/iter_0000010"), site.path("saved/.iter_0000010.tmp")).unwrap();
         site.succeed(&[&flags[..], &["--train-iters=15"]].concat());
         let mut names: Vec<String> = fs::read_dir(site.path("saved"))
@@ -160,7 +158,7 @@ fn without_training_a_checkpoint_is_evaluated_and_nothing_else_changes() {
     site.assert_unchanged(&before);
     for (flags, part) in [
         (&["--skip-train", "--eval-iters=0"][..], "eval_iters = 0 (--eval-iters) turns that off"),
-        (&["--skip-train", "--split=1,0,0"], "there are neither validation nor test data"),
+        (&["--skip-train", "--split=1,0,0"], "there are no validation or test data"),
     ] {
         refused(&site.pretrain(flags).output().unwrap(), &[part]);
     }

@@ -1,4 +1,4 @@
-//! The files in `examples` that users copy: the program takes all that they say.
+//! The files in `examples` that users copy: the program accepts everything in them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,8 +12,8 @@ use crate::site::{SOON, Site, ended, free_port};
 use crate::support::{megatron, stderr, stdout};
 use crate::yaml;
 
-/// Run files, each with what makes its model small enough for a test. The last one trains on the
-/// hosts of [`HOSTFILE`].
+/// Run files, each with flags that make its model small enough for a test. The last one trains on
+/// the hosts of [`HOSTFILE`].
 const RUN_FILES: [(&str, &str); 4] = [
     ("examples/quickstart.toml", "--data-path text.txt --tokenizer byte --hidden-size 24"),
     ("examples/llama.toml", SMALL_LLAMA),
@@ -30,17 +30,17 @@ const SMALL_LLAMA: &str = "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 
     --num-query-groups 4 --seq-length 32";
 const SHORT: &str = "--train-iters 2 --lr-warmup-iters 1 --micro-batch-size 1 --global-batch-size 4 \
     --eval-iters 1 --log-interval 1 --cache-dir cache --device cpu";
-/// What the run files are for: the machines of two-machines, and the ranks of each.
+/// The machines of the two-machines example, and the ranks on each.
 const MACHINES: usize = 2;
 const RANKS_OF_EACH: usize = 8;
 
-/// Starts the line that it is given here, and notes the host.
+/// Runs the given line on this machine, and records the host.
 const SSH: &str = r#"#!/bin/sh
 for word; do host=$line; line=$word; done
 echo "$host" >> ssh.hosts
 exec sh -c "$line"
 "#;
-/// Notes its words and what ranks would inherit, and ends as it is told.
+/// Records its words and the variables that ranks would inherit, and ends as instructed.
 const SRUN: &str = r#"#!/bin/sh
 printf '%s\n' "$@" > srun.words
 env > srun.variables
@@ -101,7 +101,7 @@ fn executable(site: &Site, name: &str, script: &str) {
     fs::set_permissions(site.path(name), fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// The commands that a file's first comment gives, each one's words behind the name of `program`.
+/// The commands in a file's first comment: for each, the words after the name of `program`.
 fn commands(text: &str, program: &str) -> Vec<Vec<String>> {
     let mut lines = text.lines().skip_while(|line| line.starts_with("#!"));
     let comment: Vec<&str> = lines.by_ref().map_while(|line| line.strip_prefix('#')).collect();
@@ -121,8 +121,8 @@ fn launched(words: &[String]) -> &[String] {
     &words[at + 2..]
 }
 
-/// Asserts that rank 0 of all ranks takes everything in `words` of `pretrain` but the data, which
-/// are looked for when settings are known to be usable.
+/// Asserts that rank 0 accepts everything in `words` of `pretrain` except the data, which are
+/// opened after settings are checked.
 fn assert_settings_are_taken(site: &Site, words: &[String]) {
     let mut command = site.mark(megatron());
     command.args(words).args(["--data-path", "no-such-data"]);
@@ -135,7 +135,7 @@ fn assert_settings_are_taken(site: &Site, words: &[String]) {
     assert!(text.contains("error: no-such-data: does not exist"), "{words:?}: {text}");
 }
 
-/// The files of `folder` and the folders in it, as they are called from the project on.
+/// The files of `folder` and its subfolders, by path in the project.
 fn files(folder: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries
@@ -170,7 +170,7 @@ fn every_example_begins_with_its_command_and_is_checked_here() {
     }
 }
 
-/// Sizes are the files' own here, and the data are not there.
+/// Uses the sizes of the files; the data do not exist.
 #[test]
 fn run_files_are_taken_as_they_are() {
     let site = site();
@@ -204,10 +204,10 @@ fn the_commands_of_run_files_train_a_small_model() {
             }
             let output = succeed(&site, &words);
             let said = stdout(&output) + &stderr(&output);
-            assert!(!said.contains("no meaning here"), "{name}: {said}");
+            assert!(!said.contains("no effect here"), "{name}: {said}");
         }
         assert!(trained, "{name}");
-        // What the fine-tuned model is exported to.
+        // The export of the fine-tuned model.
         assert_eq!(name.ends_with("fine-tune.toml"), site.path("hf/fine-tuned").exists());
         site.assert_nothing_left();
     }
@@ -233,7 +233,7 @@ fn the_hosts_of_the_hostfile_train_together() {
     site.assert_nothing_left();
 }
 
-/// `--NAME=VALUE` among the options that `#SBATCH` lines give.
+/// The value of `--NAME=VALUE` in the `#SBATCH` lines.
 fn sbatch(script: &str, name: &str) -> String {
     let options = script.lines().filter_map(|line| line.strip_prefix("#SBATCH --"));
     let values: Vec<&str> =
@@ -248,7 +248,7 @@ fn the_script_for_slurm_starts_a_rank_a_gpu_and_is_queued_again_after_saving() {
     assert_eq!(sbatch(&script, "nodes"), MACHINES.to_string());
     assert_eq!(sbatch(&script, "ntasks-per-node"), RANKS_OF_EACH.to_string());
     assert_eq!(sbatch(&script, "gpus-per-node"), RANKS_OF_EACH.to_string());
-    // Where bash stops reading options, sbatch does, too.
+    // sbatch stops reading options at the first command.
     let mut rest = script.lines().skip_while(|line| line.starts_with('#') || line.is_empty());
     assert!(rest.all(|line| !line.starts_with("#SBATCH")));
     assert!(Command::new("bash").arg("-n").arg(project().join(SLURM)).status().unwrap().success());
@@ -298,7 +298,7 @@ fn document<'a>(documents: &'a [Value], kind: &str) -> &'a Value {
     found[0]
 }
 
-/// The one in a list whose name is `name`.
+/// The entry of a list with the name `name`.
 fn named<'a>(list: &'a Value, name: &str) -> &'a Value {
     let found = list.as_array().unwrap().iter().find(|one| one["name"].as_str() == Some(name));
     found.unwrap_or_else(|| panic!("no {name} in {list:?}"))
@@ -311,11 +311,11 @@ fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
         ["Service", "PersistentVolumeClaim", "Job"].map(|kind| document(&documents, kind));
     let name_of = |one: &Value| one["metadata"]["name"].as_str().unwrap().to_string();
     let (spec, pod) = (&job["spec"], &job["spec"]["template"]["spec"]);
-    // A pod for each machine, all at once.
+    // One pod for each machine, all at once.
     assert_eq!(spec["completionMode"].as_str(), Some("Indexed"));
     assert_eq!(spec["completions"].as_i64(), Some(MACHINES as i64));
     assert_eq!(spec["parallelism"], spec["completions"]);
-    // Pods have names by way of a headless service that selects them.
+    // Pods get host names from a headless service that selects them.
     assert_eq!(service["spec"]["clusterIP"].as_str(), Some("None"));
     assert_eq!(service["spec"]["selector"]["job-name"].as_str(), Some(&*name_of(job)));
     assert_eq!(pod["subdomain"].as_str(), Some(&*name_of(service)));
@@ -343,7 +343,7 @@ fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
     );
     assert!(text_of(KUBERNETES).contains(&made), "{made}");
 
-    // Launchers of both machines, of which each starts its ranks.
+    // The launchers of both machines; each starts its ranks.
     let words: Vec<String> = container["args"]
         .as_array()
         .unwrap()
@@ -370,7 +370,7 @@ fn the_pods_of_kubernetes_meet_and_have_time_to_save() {
     let grace = words.iter().find_map(|word| word.strip_prefix("--grace-period=")).unwrap();
     let grace: i64 = grace.parse().unwrap();
     assert!(grace >= 60 && pod["terminationGracePeriodSeconds"].as_i64() > Some(grace + 30));
-    // Its run file comes from the ConfigMap that a command of the comment makes.
+    // Its run file comes from the ConfigMap that a command in the comment creates.
     let (run_file, words) = (Path::new(RUN_FILE), launched(&words).to_vec());
     let mounted = Path::new(mounted("run-file")).join(run_file.file_name().unwrap());
     assert_eq!(words, ["pretrain", mounted.to_str().unwrap()]);
@@ -389,11 +389,11 @@ fn the_image_has_this_projects_rust_and_the_user_that_pods_run_as() {
         values.next().unwrap_or_else(|| panic!("ARG {name}")).to_string()
     };
     assert_eq!(argument("RUST"), env!("CARGO_PKG_RUST_VERSION"));
-    // candle's and our kernels are built for this one (docs/guide/install.md).
+    // candle's kernels and this program's are built for this version (docs/guide/install.md).
     assert!(argument("CUDA").starts_with("13."));
     let has = |line: &str| dockerfile.lines().any(|other| other == line);
     assert!(has("ENTRYPOINT [\"megatron\"]"));
-    // Every stage that an argument chooses is there for each of its values.
+    // Every stage that an argument selects exists for each of its values.
     for device in ["cpu", "cuda"] {
         for stage in ["build", "runtime"] {
             let name = format!(" AS {stage}-{device}");

@@ -1,5 +1,5 @@
-//! Which checkpoint and which tokenizer a folder means: the same to every command, however its path
-//! is written.
+//! Which checkpoint and tokenizer a folder means: the same for every command, however its path is
+//! written.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,11 +12,11 @@ use candle_core::{Device, Tensor};
 use crate::site::{SOON, Site, ended, refused};
 use crate::support::{kill, megatron, pipe, stderr, stdout};
 
-/// One rank, so that a run takes no time.
+/// One rank, so that a run is fast.
 const ALONE: [&str; 2] = ["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"];
 const POINTER: &str = "latest_checkpointed_iteration.txt";
 
-/// A site whose folder `saved` holds the checkpoints of iterations 1 and 2.
+/// A site with the checkpoints of iterations 1 and 2 in `saved`.
 fn saved() -> Site {
     let site = Site::new();
     pretrain(&site, &["--save=saved", "--train-iters=2", "--save-interval=1"]);
@@ -33,7 +33,7 @@ fn pretrain_refused(site: &Site, flags: &[&str], parts: &[&str]) {
     site.assert_unchanged(&before);
 }
 
-/// What `megatron` with `words` prints.
+/// The output of `megatron` with `words`.
 fn run(site: &Site, words: &[&str]) -> String {
     let output = site.mark(megatron()).args(words).output().unwrap();
     assert!(output.status.success(), "{words:?}: {}", stderr(&output));
@@ -45,7 +45,7 @@ fn a_run_resumes_from_one_checkpoints_folder() {
     let site = saved();
     let log = pretrain(&site, &["--load=saved/iter_0000001", "--save=other", "--train-iters=3"]);
     assert!(log.contains("resumed from saved/iter_0000001 (8 samples"), "{log}");
-    // The metrics of the step before stay, too.
+    // The metrics of the previous step also stay.
     assert_eq!(site.losses().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3]);
     pretrain_refused(
         &site,
@@ -53,7 +53,7 @@ fn a_run_resumes_from_one_checkpoints_folder() {
         &["iter_0000009", "holds no checkpoint"],
     );
     let own = ["--load=saved/iter_0000001", "--save=saved/iter_0000001"];
-    pretrain_refused(&site, &own, &["one checkpoint's own folder"]);
+    pretrain_refused(&site, &own, &["the folder of one checkpoint"]);
 }
 
 #[test]
@@ -83,17 +83,17 @@ fn checkpoints_without_a_pointer_are_not_taken_for_none() {
     let site = saved();
     fs::remove_file(site.path("saved").join(POINTER)).unwrap();
     for flags in [&["--load=saved"][..], &["--load=saved", "--save=saved"]] {
-        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "name the folder of one"]);
+        pretrain_refused(&site, flags, &["saved", POINTER, "2, 1", "give the folder of one"]);
     }
     pretrain_refused(&site, &["--save=saved"], &["saved/iter_", "would overwrite"]);
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/llama-tiny");
     let before = site.files();
     refused(
         &site.mark(megatron()).args(["import", model, "saved"]).output().unwrap(),
-        &["iter_", "is there already"],
+        &["iter_", "already exists"],
     );
     site.assert_unchanged(&before);
-    // Where only one can be meant, it is.
+    // If there is only one checkpoint, it is used.
     fs::remove_dir_all(site.path("saved/iter_0000002")).unwrap();
     let log = pretrain(&site, &["--load=saved", "--save=saved", "--train-iters=2"]);
     assert!(log.contains("resumed from saved/iter_0000001"), "{log}");
@@ -166,7 +166,11 @@ fn a_folder_that_was_moved_under_a_run_is_saved_into_no_more_and_no_other_in_its
         let output = ended(vec![run], SOON).remove(0);
         refused(
             &output,
-            &["saved: is another folder now", "put it back", "--load and --save where it is now"],
+            &[
+                "saved: is now a different folder",
+                "move it back",
+                "--load and --save at its new path",
+            ],
         );
         assert_eq!(fs::read_dir(site.path("saved")).unwrap().count(), 0);
         assert!(site.path("moved/iter_0000040").exists());
@@ -189,7 +193,7 @@ fn metrics_of_a_run_that_goes_on_are_not_taken() {
     assert!(site.path("metrics.jsonl.1").exists());
 }
 
-/// `/dev/full` is a disk that has no room left.
+/// `/dev/full` acts like a full disk.
 #[test]
 fn a_run_whose_metrics_cannot_be_written_trains_and_saves_and_says_so() {
     let site = Site::new();
@@ -203,7 +207,7 @@ fn a_run_whose_metrics_cannot_be_written_trains_and_saves_and_says_so() {
     assert_eq!(fs::read_to_string(site.path("saved").join(POINTER)).unwrap().trim(), "3");
 }
 
-/// Nobody reads this one, so that a full one would hold the run up.
+/// The pipe has no reader, so a full pipe would block the run.
 #[test]
 fn a_pipe_in_the_place_of_metrics_is_refused() {
     let site = Site::new();
@@ -217,7 +221,7 @@ fn a_pipe_in_the_place_of_metrics_is_refused() {
     }
 }
 
-/// A tokenizer of three words, which no text of the site's is written in.
+/// A tokenizer of three words that do not occur in the site's text.
 const FOREIGN: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
   "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
   "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "[UNK]": 2}, "unk_token": "[UNK]"}}"#;
@@ -234,7 +238,7 @@ fn the_tokenizer_is_the_one_of_the_run() {
         stdout(&output).split(": ").nth(1).unwrap().to_string()
     };
     let bytes = evaluate("saved", "");
-    // Beside bytes lie sidecar files of another model.
+    // Beside a byte-level run are sidecar files of another model.
     site.write("saved/tokenizer.json", FOREIGN);
     assert_eq!(evaluate("saved", ""), bytes);
     fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
@@ -242,7 +246,7 @@ fn the_tokenizer_is_the_one_of_the_run() {
     pretrain(&site, &["--save=words/saved", "--train-iters=1", "--tokenizer=train:300"]);
     let words = evaluate("words/saved", "");
     assert_ne!(words, bytes);
-    // Around links, and around the folder, lies another one.
+    // The parent folders of the links and of the folder hold another tokenizer.
     for name in ["tokenizer.json", "words/tokenizer.json"] {
         site.write(name, FOREIGN);
     }
@@ -250,7 +254,7 @@ fn the_tokenizer_is_the_one_of_the_run() {
     assert_eq!(evaluate("best", ""), words);
     assert_eq!(evaluate(".", "words/saved/iter_0000001"), words);
     let log = pretrain(&site, &["--load=best", "--train-iters=2", "--tokenizer=train:300"]);
-    assert!(!log.contains("not those that the checkpoint was trained on"), "{log}");
+    assert!(!log.contains("differ from those that the checkpoint was trained on"), "{log}");
 }
 
 #[test]
@@ -285,7 +289,7 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
         &site,
         &["--save=elsewhere", "--load=saved", "--train-iters=2", "--tokenizer=other.json"],
     );
-    assert!(log.contains("the tokenizer are not those"), "{log}");
+    assert!(log.contains("the tokenizer differ from those"), "{log}");
 }
 
 #[test]
@@ -336,9 +340,9 @@ fn what_lies_beside_checkpoints_goes_along_to_another_folder() {
         fs::read(site.path("saved/hf_config.json")).unwrap(),
         fs::read(site.path("other/hf_config.json")).unwrap()
     );
-    // It is of a tokenizer that this run does not have.
+    // It belongs to a tokenizer that this run does not use.
     assert!(!site.path("other/chat_template.jinja").exists());
-    // What lies beside is not what lies around a link.
+    // Files beside the checkpoint count, not those in the parent folder of a link.
     symlink("saved/iter_0000002", site.path("best")).unwrap();
     run(&site, &["reshard", "best", "resharded", "--tensor-model-parallel-size=2"]);
     assert!(
@@ -362,7 +366,7 @@ fn a_model_whose_numbers_overflow_is_told_as_such() {
     candle_core::safetensors::save(&tensors, site.path("model/model.safetensors")).unwrap();
     let data = format!("--data-path={}", fixture.join("data_text_document").display());
     let output = site.mark(megatron()).args(["eval", "--load=model", &data]).output().unwrap();
-    refused(&output, &["the loss is ", "hold NaN or infinity, or numbers overflow"]);
+    refused(&output, &["the loss is ", "hold NaN or infinity, or values overflow"]);
     let pipeline = "--pipeline-model-parallel-size=2";
     for layout in [&[][..], &[pipeline]] {
         let words = ["generate", "--load=model", "--prompt=the", "--tokenizer=byte"];
@@ -393,10 +397,10 @@ fn without_a_home_the_cache_is_in_a_folder_of_this_user_alone() {
         cache.display()
     );
     assert_eq!(fs::metadata(cache).unwrap().permissions().mode() & 0o777, 0o700);
-    // As somebody else could have prepared it.
+    // As another user could have prepared it.
     fs::set_permissions(cache, fs::Permissions::from_mode(0o777)).unwrap();
     refused(
         &run(),
-        &["cannot be the cache's folder", "can be written into by every user", "cache_dir"],
+        &["cannot be the cache folder", "can be written into by every user", "cache_dir"],
     );
 }

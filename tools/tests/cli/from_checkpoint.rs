@@ -9,7 +9,7 @@ use crate::support::{megatron, stderr, stdout};
 /// A run of four steps that ends after two.
 const HALF: [&str; 4] = ["--train-iters=4", "--exit-interval=2", "--save=saved", "--load=saved"];
 
-/// `megatron pretrain` with `flags` alone.
+/// `megatron pretrain` with only `flags`.
 fn pretrain(site: &Site, flags: &[&str]) -> Command {
     let mut command = site.mark(megatron());
     command.arg("pretrain").args(flags);
@@ -24,7 +24,7 @@ fn succeed(site: &Site, flags: &[&str]) -> String {
 
 fn half() -> Site {
     let site = Site::new();
-    // What makes another run of the same data.
+    // Flags that make a different run on the same data.
     site.succeed(
         &[&HALF[..], &["--seed=5", "--tokenizer=train:300", "--bf16", "--lr-warmup-iters=3"]]
             .concat(),
@@ -48,11 +48,11 @@ fn a_run_goes_on_as_its_run_file_would_have_it() {
         "{log}"
     );
     assert!(log.contains("tp 2 · pp 2 · dp 1"), "{log}");
-    // All settings are the checkpoint's: nobody gave those that have no effect.
-    assert!(!log.contains("without effect"), "{log}");
+    // All settings come from the checkpoint, so none without effect were given by the user.
+    assert!(!log.contains("no effect"), "{log}");
     assert_eq!((site.losses().len(), site.losses()), (4, whole.losses()));
     assert!(site.path("saved/iter_0000004").is_dir());
-    // Under a launcher, which says how many ranks there are; moved, with a tokenizer of its own.
+    // Under a launcher, which sets the number of ranks; moved, with its own tokenizer.
     fs::rename(site.path("saved"), site.path("moved")).unwrap();
     let ranks = RANKS.to_string();
     let mut launch = site.mark(megatron());
@@ -75,8 +75,7 @@ fn what_is_given_comes_first_and_a_layout_is_given_as_a_whole() {
     let log = succeed(&site, &["--load=saved", "--data-parallel-size=2", "--lr=0.5", "--fp16"]);
     assert!(log.contains("tp 1 · pp 1 · dp 2") && log.contains("| fp16 on "), "{log}");
     assert!(log.contains("learning rate: 5.0"), "{log}");
-    // The run file comes before the checkpoint: 0.25 falls to 0 from sample 24 to 64, and 32 are
-    // read.
+    // The run file overrides the checkpoint: 0.25 falls to 0 from sample 24 to 64, and 32 are read.
     fs::write(site.path("part.toml"), "[optimizer]\nlr = 0.25\n[training]\ntrain_iters = 8\n")
         .unwrap();
     let log = succeed(
@@ -125,7 +124,7 @@ fn what_is_missing_is_named() {
         ["text.txt: does not exist", "That is what saved/iter_0000002 records", "--data-path"];
     refused(&pretrain(&site, &["--load=saved"]).output().unwrap(), &parts);
     fs::write(site.path("text.txt"), text).unwrap();
-    // A tokenizer that is given, in whatever words, comes before the one that is recorded.
+    // A given tokenizer, in any flags, overrides the recorded one.
     let other = ["--load=saved", "--vocab-file=other.json", "--merge-file=other.txt"];
     refused(&pretrain(&site, &other).output().unwrap(), &["other.json"]);
     let none = ["not set: num_layers", "none holds no checkpoint that would tell them"];

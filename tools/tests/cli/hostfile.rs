@@ -1,5 +1,4 @@
-//! `megatron launch --hostfile`: ranks on several machines, which a program in place of ssh
-//! pretends to be.
+//! `megatron launch --hostfile`: ranks on several machines, simulated by a program in place of ssh.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -9,8 +8,8 @@ use std::process::{Command, Output};
 use crate::site::{RANKS, SOON, Site, ended, free_port, refused};
 use crate::support::{is_alive, kill, megatron, pids, stderr, stdout, wait_for};
 
-/// Skips options, notes host, options and line, and runs the line with an environment and a session
-/// of its own, as sshd does: what ends this script does not end that.
+/// Skips options, records host, options and line, and runs the line with a separate environment and
+/// session, as sshd does: ending this script does not end that session.
 const SSH: &str = r#"#!/bin/sh
 options=
 while :; do case $1 in -[op]) options="$options $1 $2"; shift 2;; -*) options="$options $1"; shift;; *) break;; esac; done
@@ -25,8 +24,8 @@ wait $!
 
 const TWO: &str = "h0 slots=2\nh1 slots=2\n";
 
-/// A folder with a hostfile and that program. What is started in it is marked, so that a test that
-/// failed leaves nothing running.
+/// A folder with a hostfile and that program. Processes started in it are marked, so that a failed
+/// test leaves nothing running.
 struct Machines {
     site: Site,
 }
@@ -44,7 +43,7 @@ impl Machines {
         self.site.path("hosts").parent().unwrap().to_path_buf()
     }
 
-    /// `megatron launch` of `command` on these hosts, at a port of its own unless `flags` name one.
+    /// `megatron launch` of `command` on these hosts, on a separate port unless `flags` give one.
     fn launch(&self, flags: &[&str], command: &[&str]) -> Command {
         let port = format!("--master-port={}", free_port());
         let names_one = flags.iter().any(|flag| flag.starts_with("--master-port"));
@@ -165,7 +164,7 @@ fn variables_that_matter_go_along() {
 fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
     let machines = Machines::new(TWO);
     let script = "echo $MEGATRON_RUN_SECRET";
-    // Made for the run, and the user's own.
+    // A secret created for the run, and one given by the user.
     for given in [None, Some("0123456789abcdef0123456789abcdef")] {
         let mut launch = machines.launch(&[], &["sh", "-c", script]);
         launch.envs(given.map(|secret| ("MEGATRON_RUN_SECRET", secret)));
@@ -186,7 +185,7 @@ fn the_runs_secret_reaches_all_hosts_and_no_command_line() {
     for export in ["--export=MEGATRON_RUN_SECRET", "--export=MEGATRON_RUN_SECRET=x"] {
         refused(
             &machines.run(&[export], "true"),
-            &["--export MEGATRON_RUN_SECRET", "goes to the other hosts by itself"],
+            &["--export MEGATRON_RUN_SECRET", "the other hosts receive the secret anyway"],
         );
     }
 }
@@ -230,10 +229,7 @@ fn ranks_that_do_not_stop_are_killed_and_named_with_their_host() {
     kill(launcher.id(), "TERM");
     let output = ended(vec![launcher], SOON).remove(0);
     assert_eq!(output.status.code(), Some(137));
-    refused(
-        &output,
-        &["host h1: rank 2 did not stop within 1 s of being asked to, and was killed"],
-    );
+    refused(&output, &["host h1: rank 2 did not stop within 1 s of the request, and was killed"]);
     wait_for_the_end_of(&pids);
 }
 
@@ -267,7 +263,7 @@ fn no_rank_outlives_its_connection() {
     let ssh: u32 =
         fs::read_to_string(machines.path().join("ssh.h1")).unwrap().trim().parse().unwrap();
     kill(ssh, "KILL");
-    // At once, and not only when the launcher is done with the other host.
+    // At once, not only after the launcher has finished with the other host.
     wait_for_the_end_of(&pids[2..]);
     assert!(is_alive(pids[0]));
     let output = ended(vec![launcher], 2 * SOON).remove(0);
@@ -316,8 +312,7 @@ fn a_host_starts_its_ranks_again_by_itself() {
     assert_eq!(sorted_lines(&output), ["h0: [0]: 0", "h0: [0]: 1", "h0: [1]: 0", "h0: [1]: 1"]);
     let text = stderr(&output);
     assert!(
-        text.contains("h0: error: rank ")
-            && text.contains("h0: starting all ranks again (restart 1"),
+        text.contains("h0: error: rank ") && text.contains("h0: restarting all ranks (restart 1"),
         "{text}"
     );
     let output = machines.run(&["--max-restarts=1"], "exit 5");
@@ -360,7 +355,7 @@ fn this_machine_among_others_needs_no_ssh_either() {
 #[test]
 fn hosts_that_cannot_be_used_are_refused() {
     for (hosts, flags, parts) in [
-        ("h0 slots=2\nh0 slots=2\n", &[][..], &["hosts:2: h0 is there twice"][..]),
+        ("h0 slots=2\nh0 slots=2\n", &[][..], &["hosts:2: h0 is listed twice"][..]),
         ("h0 slots=2\nh1 slots=4\n", &[], &["h0 2, h1 4", "--include h0:0,1@h1:0,1"]),
         (TWO, &["--include=h2"], &["--include h2: there is no host `h2`"]),
         (TWO, &["--exclude=h0:2"], &["h0 has no slot `2`"]),
@@ -393,7 +388,7 @@ fn a_run_over_two_hosts_comes_to_the_losses_of_one() {
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stdout(&output).contains("h0: [0]: model: "), "{}", stdout(&output));
     assert_eq!(site.losses(), expected);
-    // A rank of one host that is killed ends those of the other.
+    // Killing a rank on one host ends those on the other.
     fs::remove_file(site.path("metrics.jsonl")).unwrap();
     let command = [&command[..], &["--train-iters=1000000", "--log-interval=1000000"]].concat();
     let launcher =

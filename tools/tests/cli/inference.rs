@@ -1,10 +1,9 @@
-//! `megatron generate` and `megatron eval`: the same on any layout, and clear where they cannot
-//! work.
+//! `megatron generate` and `megatron eval`: the same on any layout, with clear errors.
 
 use crate::site::Site;
 use crate::support::{megatron, stderr, stdout};
 
-/// `megatron` with `words` in the site; what it printed.
+/// The output of `megatron` with `words` in the site.
 fn run(site: &Site, words: &[&str]) -> String {
     let mut command = site.mark(megatron());
     let output = command.args(words).output().unwrap();
@@ -88,7 +87,7 @@ fn a_continuation_that_the_models_positions_end_says_so() {
     }
 }
 
-/// As the example in its help has it.
+/// As in the example of its help.
 #[test]
 fn a_part_is_evaluated_though_the_others_are_empty() {
     let site = Site::new();
@@ -141,10 +140,10 @@ fn models_are_trained_and_used_in_16_bits() {
         );
         let text = run(&site, &["generate", &load, "--prompt=the", "--num-tokens=8", precision]);
         assert!(text.starts_with("the"), "{text}");
-        // What is saved is fp32, and goes on in fp32.
+        // The checkpoint is fp32, and the run continues in fp32.
         let log = stdout(&site.succeed(&[&load, &format!("--save={saved}"), "--train-iters=6"]));
         assert!(
-            log.contains(&format!("trained in {}; this run goes on in fp32", &precision[2..])),
+            log.contains(&format!("trained in {}; this run continues in fp32", &precision[2..])),
             "{log}"
         );
     }
@@ -197,8 +196,7 @@ fn hugging_face_models_are_read_as_they_are() {
     site.assert_nothing_left();
 }
 
-/// Models pad their vocabularies; rows that are no tokens are as likely as any other after so few
-/// steps.
+/// Models pad their vocabularies; after so few steps, padding rows are as likely as any other.
 #[test]
 fn ids_that_the_tokenizer_does_not_have_are_never_drawn() {
     let site = Site::new();
@@ -212,8 +210,7 @@ fn ids_that_the_tokenizer_does_not_have_are_never_drawn() {
     ];
     let output = site.mark(megatron()).args(words).output().unwrap();
     let (text, said) = (stdout(&output), stderr(&output));
-    // Of bytes each is a character, if only the one that stands for what is none, or waits for
-    // others.
+    // Every byte gives a character, perhaps a replacement character, or waits for further bytes.
     assert!(output.status.success() && text.trim_end().len() > "the".len() + 4, "{text:?}: {said}");
     assert!(said.contains("11 more in"), "{said}");
 }

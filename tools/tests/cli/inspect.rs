@@ -1,4 +1,4 @@
-//! `megatron inspect`: what it says of what is whole, and of what is not.
+//! `megatron inspect`: its output for intact and damaged files.
 
 use std::collections::HashMap;
 use std::fs;
@@ -45,7 +45,7 @@ fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
     fs::write(&file, &bytes).unwrap();
     assert!(
         inspected(folder.path(), &["saved", "--verify=false"])
-            .contains("checksums were not looked at")
+            .contains("checksums were not checked")
     );
     let text = refused(folder.path(), &["saved"]);
     assert!(
@@ -64,7 +64,7 @@ fn without_a_pointer_the_only_checkpoint_is_meant_and_of_several_the_iterations_
     let saved = folder.path().join("saved");
     fs::remove_file(saved.join("latest_checkpointed_iteration.txt")).unwrap();
     let text = refused(folder.path(), &["saved"]);
-    assert!(text.contains("iterations 3, 2, 1; name the folder of one"), "{text}");
+    assert!(text.contains("iterations 3, 2, 1; give the folder of one"), "{text}");
     assert!(inspected(folder.path(), &["saved", "--iteration=2"]).contains("iteration   2\n"));
     let output = megatron()
         .current_dir(folder.path())
@@ -94,7 +94,7 @@ fn a_dataset_is_described_with_its_largest_token() {
             "sequences   4\n",
             "documents   4\n",
             "tokens      6 (6)",
-            "0 to 3 tokens a sequence, 1.5 in the mean, 1 empty",
+            "0 to 3 tokens per sequence, 1.5 on average, 1 empty",
             "stored as   u16, 12 B",
             "largest id  70: fits vocabularies of 71",
         ] {
@@ -186,12 +186,12 @@ fn a_hugging_face_folder_that_import_refuses_is_not_called_whole() {
             "{text}"
         );
         assert!(
-            text.contains("tensors     ") && text.contains("does not hold the model"),
+            text.contains("tensors     ") && text.contains("does not match the model"),
             "{text}"
         );
         assert!(!text.contains("whole"), "{text}");
     }
-    // A matrix that should repeat another, which is seen only in the data.
+    // A matrix that should equal another; only the data show the difference.
     put("gpt2", &|all| {
         let other = all["transformer.wte.weight"].zeros_like().unwrap();
         all.insert("lm_head.weight".into(), other);

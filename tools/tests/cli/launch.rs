@@ -51,7 +51,7 @@ fn ranks_of_one_run_get_one_secret_that_no_other_run_has() {
     assert_ne!(first, second);
     let own = "0123456789abcdef0123456789abcdef";
     assert_eq!(secrets(shells(2, script).env("MEGATRON_RUN_SECRET", own)), [own, own]);
-    // Of supervisors that were started one by one, whoever started them makes it.
+    // If the user starts the supervisors one by one, the user creates the secret.
     let words =
         ["launch", "--nnodes=2", "--node-rank=1", "--master-addr=head", "--", "sh", "-c", script];
     assert_eq!(secrets(megatron().args(words)), [""]);
@@ -81,7 +81,7 @@ fn the_command_begins_at_the_first_word_that_is_no_flag_of_the_launchers() {
             stderr(&output)
         );
     }
-    // What is wrong before it is told alone.
+    // Errors before the command are reported alone.
     let words = ["launch", "--standalone", "--nprocs", "2", "sh", "--num-layers", "2"];
     let said = stderr(&megatron().args(words).output().unwrap());
     assert!(said.contains("--standalone") && said.contains("--nprocs: no such flag"), "{said}");
@@ -104,9 +104,9 @@ fn this_program_is_found_where_it_is_not_on_the_path() {
     for (command, advice) in [
         (
             "pretrain",
-            "there is no program pretrain on the PATH; a command of this program is `megatron pretrain …`",
+            "program pretrain is not on the PATH; a command of this program is `megatron pretrain …`",
         ),
-        ("python3", "there is no program python3 on the PATH; give its path"),
+        ("python3", "program python3 is not on the PATH; give its path"),
     ] {
         let (ok, said) = of(&[command, "x.toml"]);
         assert!(!ok && said.contains(advice), "{said}");
@@ -208,7 +208,7 @@ fn nothing_that_a_rank_started_is_left() {
     wait_for("the rank's child to die", || (!is_alive(pid)).then_some(()));
 }
 
-/// Ranks that do with SIGTERM what `trap` says, once all of them do.
+/// Starts ranks that run `trap` on SIGTERM, and waits until all of them are ready.
 fn trapping(ranks: usize, trap: &str) -> Child {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(
@@ -251,7 +251,7 @@ fn a_second_signal_stops_at_once() {
 
 #[test]
 fn signals_that_schedulers_repeat_leave_ranks_the_time_to_save() {
-    // A scheduler repeats SIGTERM, systemd sends SIGHUP after it.
+    // A scheduler repeats SIGTERM; systemd sends SIGHUP after it.
     for (first, more) in
         [("TERM", ["TERM", "HUP"]), ("HUP", ["TERM", "HUP"]), ("INT", ["TERM", "TERM"])]
     {
@@ -291,7 +291,7 @@ fn what_a_script_started_may_still_save_when_the_script_dies_of_the_signal() {
     assert_eq!(output.status.code(), Some(143));
 }
 
-/// Ranks print without end, and nobody reads: not even what says that they stop.
+/// Ranks print endlessly without a reader, so even the message about stopping is not read.
 #[test]
 fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
     let folder = tempfile::tempdir().unwrap();
@@ -309,7 +309,7 @@ fn ranks_save_and_stop_though_nobody_reads_what_they_print() {
     assert!(folder.path().join("saved.0").exists() && folder.path().join("saved.1").exists());
 }
 
-/// Ranks that wait for the reader, and one that has ended long before.
+/// Ranks that wait for the reader, and one that ended long before.
 #[test]
 fn nothing_is_lost_on_someone_who_reads_late() {
     for (ranks, lines) in [(2, 200000), (1, 18000)] {
@@ -376,11 +376,11 @@ fn signals_that_are_ignored_at_the_start_have_no_effect() {
     assert_eq!(child.wait().unwrap().code(), Some(143));
 }
 
-/// A line by which a rank of this program tells its supervisor that it misses another.
+/// A line with which a rank of this program tells its supervisor that it misses another rank.
 const MISSES_A_PEER: &str =
     r#"printf '\036{"message":"rank 1 died","blames_a_peer":true}\n' >&2; exit 1"#;
 
-/// Stops a run whose rank 1 does with SIGTERM what `rank_1` says, while rank 0 then misses it.
+/// Stops a run in which rank 1 runs `rank_1` on SIGTERM, and rank 0 then misses it.
 fn stopped_early(rank_1: &str) -> Output {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(
@@ -396,7 +396,7 @@ fn stopped_early(rank_1: &str) -> Output {
 
 #[test]
 fn a_run_that_is_stopped_while_it_starts_does_not_fail() {
-    // It cannot listen yet and dies of the signal.
+    // The rank does not handle signals yet and dies of the signal.
     let output = stopped_early(":");
     assert_eq!(output.status.code(), Some(143));
     assert!(!stderr(&output).contains("error: "), "{}", stderr(&output));
@@ -416,7 +416,7 @@ fn ranks_that_somebody_else_asked_to_stop_have_not_failed() {
             shells(2, &format!("[ $RANK = 0 ] && exit {code} || exit 0")).output().unwrap();
         assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(code), ""));
     }
-    // A rank that did not stop by itself may have lost its work.
+    // A rank that did not stop itself may have lost its work.
     let output = shells(2, "[ $RANK = 0 ] && exit 143 || exec sleep 60").output().unwrap();
     assert_eq!(output.status.code(), Some(143));
     assert!(stderr(&output).contains("error: rank 0"), "{}", stderr(&output));

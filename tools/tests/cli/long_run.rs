@@ -1,4 +1,4 @@
-//! What a run holds does not grow with its length.
+//! The resources of a run do not grow with its length.
 
 use std::fs;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::site::{SOON, Site, ended};
 use crate::support::stderr;
 
-/// Bytes of resident memory that the allocator may still come to keep between the two looks.
+/// Bytes of resident memory by which the allocator may still grow between the two measurements.
 const SLACK: u64 = 3 << 20;
 
-/// What a process holds.
+/// The resources of a process.
 #[derive(Debug)]
 struct Holdings {
     resident: u64,
@@ -17,7 +17,7 @@ struct Holdings {
     descriptors: usize,
 }
 
-/// The least that `pid` holds in a few looks: a file that is open during a save is not kept.
+/// The minimum of a few measurements of `pid`, so that a file open during a save does not count.
 fn holdings(pid: u32) -> Holdings {
     let looks = (0..10).map(|_| {
         std::thread::sleep(Duration::from_millis(15));

@@ -32,4 +32,5 @@ mod strangers_files;
 mod support;
 mod tensorboard;
 mod terminal;
+mod timeline;
 mod yaml;

@@ -1,6 +1,6 @@
-//! Ranks whose launcher tells them RANK and WORLD_SIZE alone, as Kubernetes' operators do: they
-//! find out who else is on their machine, say whom they wait for, and tell each other why they
-//! cannot take part.
+//! Ranks whose launcher sets only RANK and WORLD_SIZE, as Kubernetes operators do: they detect the
+//! ranks on their machine, report the ranks they wait for, and tell each other why they cannot take
+//! part.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command};
@@ -10,7 +10,7 @@ use crate::support::stderr;
 
 const SECRET: &str = "MEGATRON_RUN_SECRET";
 
-/// Rank `rank` of the site's run, which knows nothing of machines, but the secret.
+/// Rank `rank` of the site's run, without information on machines, but with the secret.
 fn rank(site: &Site, rank: usize, port: u16, flags: &[&str]) -> Command {
     let mut command = site.rank(rank, port, flags);
     command
@@ -68,7 +68,7 @@ fn a_rank_of_another_secret_ends_at_once_and_the_run_waits_for_its_own() {
         [0, 2, 3].map(|r| rank(&site, r, port, &[]).spawn().unwrap()).into();
     let mut told = BufReader::new(ranks[0].stderr.take().unwrap()).lines();
     for (secret, why) in
-        [(Some("b".repeat(32)), "another MEGATRON_RUN_SECRET"), (None, "this process has none")]
+        [(Some("b".repeat(32)), "MEGATRON_RUN_SECRET differs"), (None, "this process has none")]
     {
         let mut stranger = rank(&site, 1, port, &[]);
         match secret {
@@ -79,7 +79,7 @@ fn a_rank_of_another_secret_ends_at_once_and_the_run_waits_for_its_own() {
             &ended(vec![stranger.spawn().unwrap()], SOON)[0],
             &["refuses this rank: it has a", why, "give all ranks"],
         );
-        // Rank 0 may say before, whom it waits for.
+        // Rank 0 may first report the ranks it waits for.
         let line =
             told.by_ref().map(Result::unwrap).find(|line| line.contains("was refused")).unwrap();
         assert!(
@@ -134,17 +134,12 @@ fn who_waits_for_rank_0_says_where() {
     let mut first = rank(&site, 2, port, &[]).spawn().unwrap();
     let mut told = BufReader::new(first.stderr.take().unwrap()).lines();
     let line = told.next().unwrap().unwrap();
-    assert!(
-        line.starts_with(&format!(
-            "waiting for rank 0, which is to be found at 127.0.0.1:{port}: "
-        )),
-        "{line}"
-    );
+    assert!(line.starts_with(&format!("waiting for rank 0 at 127.0.0.1:{port}: ")), "{line}");
     let others = [0, 1, 3].map(|r| rank(&site, r, port, &[]).spawn().unwrap());
     succeeded(others.into_iter().chain([first]).collect());
 }
 
-/// Built for GPUs, the program would find one on some machines.
+/// A program built for GPUs would find one on some machines.
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn a_rank_without_its_device_tells_the_others_at_once() {

@@ -1,7 +1,7 @@
-//! Megatron-LM's own command lines, of its functional tests: they start, or are refused for what is
-//! not there.
+//! Megatron-LM's own command lines, from its functional tests: they start, or are refused because
+//! of an unsupported feature.
 //!
-//! The lines in fixtures/megatron/command_lines.json are as in Megatron-LM d98e8a64. Later flags
+//! The lines in fixtures/megatron/command_lines.json are those of Megatron-LM d98e8a64. Later flags
 //! override their paths and sizes.
 
 use std::process::Output;
@@ -17,7 +17,7 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
     --micro-batch-size 1 --global-batch-size 4 --split 90,5,5 --eval-iters 1 --tokenizer byte --cache-dir cache \
     --tensorboard-dir curves --save saved --load saved";
 
-/// Lines that start, each with more sizes.
+/// Lines that start, each with further sizes.
 const START: [(&str, &str); 10] = [
     (
         "gpt/gpt3_mcore_reruns_disable",
@@ -37,7 +37,7 @@ const START: [(&str, &str); 10] = [
     ),
 ];
 
-/// Lines that are refused, each with what is not there.
+/// Lines that are refused, each with the unsupported feature.
 const REFUSED: [(&str, &[&str]); 10] = [
     (
         "gpt/gpt3_15b_8t_release_sm_gb200",
@@ -54,7 +54,7 @@ const REFUSED: [(&str, &[&str]); 10] = [
     ("gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode", &["--qk-layernorm"]),
     (
         "gpt/gpt3_mcore_te_tp2_pp2_mla_1node",
-        &["--multi-latent-attention, --q-lora-rank", "latent attention is not there"],
+        &["--multi-latent-attention, --q-lora-rank", "latent attention is not supported"],
     ),
     (
         "gpt/gpt3_mcore_te_tp2_pp1_modelopt_distill_resume",
@@ -62,17 +62,17 @@ const REFUSED: [(&str, &[&str]); 10] = [
     ),
     (
         "gpt/gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8_tp_pp_sp_tp_overlap",
-        &["--fp8-format", "FP8 and FP4 are not there"],
+        &["--fp8-format", "FP8 and FP4 are not supported"],
     ),
     (
         "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_selective_recompute_experimental",
-        &["--num-experts 32", "mixtures of experts are not there", "--recompute-modules"],
+        &["--num-experts 32", "mixture of experts is not supported", "--recompute-modules"],
     ),
     (
         "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon",
         &["--optimizer muon", "--num-experts 8"],
     ),
-    ("bert/bert_release", &["--bert-no-binary-head", "encoders (BERT, T5) are not there"]),
+    ("bert/bert_release", &["--bert-no-binary-head", "encoders (BERT, T5) are not supported"]),
 ];
 
 fn words(name: &str) -> Vec<String> {
@@ -102,7 +102,7 @@ fn pretrain(site: &Site, name: &str, sizes: &str) -> Output {
     command.output().unwrap()
 }
 
-/// What is wrong with flags is told before data are looked for.
+/// Errors in flags are reported before data are opened.
 #[test]
 fn lines_that_ask_for_nothing_that_is_not_there_get_as_far_as_their_data() {
     for (name, sizes) in START {
@@ -140,7 +140,7 @@ fn lines_train_and_say_once_what_they_pass_over() {
             std::fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
         assert_eq!(saved.trim(), "2", "{name}: {text}");
         let notes: Vec<&str> =
-            text.lines().filter(|line| line.contains("have no meaning here: ")).collect();
+            text.lines().filter(|line| line.contains("have no effect here: ")).collect();
         assert!(
             matches!(notes.as_slice(), [note] if note.contains("--use-mcore-models")),
             "{name}: {text}"

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::support::{megatron, stderr, stdout};
 
-/// What Megatron 0.16.1 makes of these documents with bytes as tokens, 256 as the end of a
+/// The output of Megatron 0.16.1 for these documents with bytes as tokens, 256 as the end of a
 /// document, and `--append-eod`.
 const LINES: &str = "{\"text\": \"ab\"}\n{\"text\": \"\"}\n{\"text\": [\"c\", \"\", \"d\\u00e9\"]}\n{\"text\": []}\n";
 const BIN: &[u8] = &[0x61, 0, 0x62, 0, 0, 1, 0x63, 0, 0x64, 0, 0xc3, 0, 0xa9, 0, 0, 1];
@@ -55,7 +55,7 @@ fn the_files_are_megatrons_byte_for_byte() {
     assert_eq!(names(&folder.path().join("out")), ["x_text_document.bin", "x_text_document.idx"]);
     assert_eq!(fs::read(folder.path().join("out/x_text_document.bin")).unwrap(), BIN);
     assert_eq!(fs::read(folder.path().join("out/x_text_document.idx")).unwrap(), IDX);
-    // As some editors begin files.
+    // Some editors start files with a byte-order mark.
     fs::write(folder.path().join("a.jsonl"), [b"\xef\xbb\xbf", LINES.as_bytes()].concat()).unwrap();
     let (ok, said) = run(folder.path(), &[&words[..], &["--overwrite"]].concat());
     assert!(
@@ -140,7 +140,7 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
     let (ok, said) =
         run(folder.path(), &[&model[..], &sizes[..], &data[..], &ends[..], &blend[..]].concat());
     assert!(ok && said.contains("lm loss"), "{said}");
-    // Of which nothing is left to evaluate.
+    // A split that leaves nothing to evaluate.
     let evaluated = [&["--split", "9999,1,0", "--eval-iters", "1"], &blend[2..]].concat();
     let (ok, said) = run(
         folder.path(),
@@ -172,7 +172,7 @@ fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
     let (ok, said) =
         run(root, &["tokenizer", "train", "--vocab-size", "300", "--input", "none.md"]);
     assert!(!ok && said.contains("none.md: does not exist"), "{said}");
-    // The token that ends documents is named, but is none.
+    // The named end-of-document token does not exist.
     fs::write(root.join("tokenizer_config.json"), r#"{"eos_token": "<|new|>"}"#).unwrap();
     let words = [
         "preprocess",
@@ -187,7 +187,7 @@ fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
     let (ok, said) = run(root, &words);
     assert!(
         !ok && said
-            .contains("tokenizer.json has no \"<|new|>\", which is named beside it as eos_token"),
+            .contains("tokenizer.json has no \"<|new|>\", but the file beside it names this token as eos_token"),
         "{said}"
     );
     assert!(said.contains("note: tokenizer.json has not the special tokens \"<|new|>\""), "{said}");
@@ -222,7 +222,7 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         ),
         (
             &["--tokenizer", "byte", "--input", "p.parquet"],
-            &["p.parquet", "not a whole Parquet file"],
+            &["p.parquet", "not a complete Parquet file"],
         ),
         (&["--tokenizer", "byte", "--input", "none.txt"], &["none.txt: does not exist"]),
         (&["--tokenizer", "byte", "--input", "empty.jsonl"], &["x_text_document", "no text"]),
@@ -237,14 +237,14 @@ fn what_cannot_be_done_is_said_and_leaves_nothing() {
         ),
         (
             &["--tokenizer", "byte", "--input", "nan.jsonl"],
-            &["line 1, column 1", "NaN is no JSON", "null"],
+            &["line 1, column 1", "NaN is not JSON", "null"],
         ),
         (
             &["--tokenizer", "byte", "--input", "surrogate.jsonl"],
             &["line 1", "half of a surrogate pair"],
         ),
         (&["--tokenizer", "byte", "--input", "pipe.jsonl"], &["pipe.jsonl", "a pipe or a device"]),
-        // The dataset of the one key is not left without the other's.
+        // The dataset of one key does not stay without that of the other.
         (
             &["--tokenizer", "byte", "--input", "half.jsonl", "--json-keys", "text", "b"],
             &["x_b_document", "no text"],
@@ -358,7 +358,7 @@ fn a_document_has_what_its_tokenizer_puts_around_it_and_ends_once() {
         assert!(ok, "{said}");
         tokens(root, "x")
     };
-    // <s> is 1, </s> is 2; unigram's </s> is 1, and ends every text by itself.
+    // <s> is 1, </s> is 2; unigram's </s> is 1, and the tokenizer itself adds it to every text.
     let (llama, ended) = (of("llama2", &[]), of("llama2", &["--append-eod"]));
     assert!(llama[0] == 1 && llama.ends_with(&[1]) && llama.contains(&2), "{llama:?}");
     assert!(ended.ends_with(&[2, 1, 2]) && ended.len() == llama.len() + 2, "{ended:?}");
@@ -401,7 +401,7 @@ fn gpt2s_vocabulary_and_merges_are_a_tokenizer() {
         of(&["--tokenizer-type=HuggingFaceTokenizer", "--tokenizer-model", &tokenizer("gpt2")]),
         expected
     );
-    // A model trained with them, and what it writes.
+    // A model trained with them, and its output.
     fs::write(root.join("t.txt"), "Hello there.\n\nGeneral Kenobi.\n\n".repeat(50)).unwrap();
     let model = [
         "pretrain",

@@ -1,5 +1,5 @@
-//! `megatron pretrain`, whole: a tiny run over processes, how it is reported, stopped, killed and
-//! resumed.
+//! `megatron pretrain` as a whole: a tiny run over several processes; its output, and stopping,
+//! killing and resuming it.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -133,8 +133,8 @@ fn signals_save_and_stop_and_the_same_command_goes_on() {
         assert!(!stderr(&output).contains("error"), "{}", stderr(&output));
         let saved: usize = saved_iteration(folder.path()).parse().unwrap();
         assert_eq!(metrics(folder.path()).len(), saved);
-        // The length of the run is part of its learning-rate schedule, so it stays; one more step
-        // is asked for.
+        // The run's length is part of its learning-rate schedule, so it stays; the run makes one
+        // more step.
         let next = format!("--exit-interval={}", saved + 1);
         let output = pretrain(folder.path(), &[&endless[..], &[&next]].concat()).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -155,7 +155,7 @@ fn a_hangup_is_nothing_to_a_run_that_nohup_started() {
     };
     step_after(2);
     kill(child.id(), "HUP");
-    // Longer than it would take to save and stop.
+    // Longer than saving and stopping would take.
     std::thread::sleep(Duration::from_millis(500));
     step_after(step_after(0));
     assert!(child.try_wait().unwrap().is_none());
@@ -185,7 +185,7 @@ fn samples_of_the_whole_run_and_tokens_are_counted_through_changes_of_batch_and_
     assert_eq!(steps(folder.path(), "consumed_samples"), [4, 8, 10, 12, 14, 16, 18, 20, 22, 24]);
     let tokens = [32, 64, 96, 128, 160, 192, 224, 256, 288, 320];
     assert_eq!(steps(folder.path(), "consumed_tokens"), tokens);
-    // Asked for anew where a run goes on, though its first step is not one that is printed.
+    // Measured again in a resumed run, even if its first step is not printed.
     assert!(steps(folder.path(), "memory").iter().all(|bytes| *bytes > 0));
     let again = train(&[&run[..], &["--global-batch-size=8", "--seq-length=16"]].concat());
     assert!(again.contains("nothing is left to train"), "{again}");
@@ -204,8 +204,8 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     };
     let first = train(&["--exit-interval=3"]);
     assert!(first.contains("| 2 to 8 microbatches of 1 "), "{first}");
-    // Another layout goes on amid the growth, and says nothing of a learning rate whose decay is
-    // given in samples.
+    // Another layout resumes during the ramp-up, without a note about the learning rate, whose
+    // decay is given in samples.
     let second = train(&["--data-parallel-size=2"]);
     assert!(!second.contains("note:"), "{second}");
     assert_eq!(steps(folder.path(), "global_batch_size"), [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8, 8, 8]);
@@ -222,13 +222,13 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
         refused.status.code() == Some(2) && message.contains("--lr-warmup-samples instead of"),
         "{message}"
     );
-    // All at once, and with the flags that are to be changed.
+    // All errors at once, with the flags to change.
     let in_steps =
         ["--train-iters=20", "--lr-decay-iters=20", "--lr-warmup-iters=0", "--global-batch-size=8"];
     let flags = [&in_steps[..], &["--rampup-batch-size", "2", "2", "40"]].concat();
     let message = stderr(&pretrain(folder.path(), &flags).output().unwrap());
     for part in [
-        "steps have different numbers of samples, so lengths are given in samples: ",
+        "steps have different numbers of samples, so give lengths in samples: ",
         "--train-samples instead of train_iters = 20 (--train-iters), ",
         "--lr-decay-samples instead of lr_decay_iters = 20 (--lr-decay-iters)\n",
     ] {
@@ -236,12 +236,12 @@ fn a_batch_that_grows_makes_the_steps_that_the_samples_of_the_run_suffice_for() 
     }
 }
 
-/// With a learning rate of next to nothing losses differ only where the samples do.
+/// With a tiny learning rate, losses differ only if the samples do.
 #[test]
 fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ours() {
     let losses = |order: &str, flags: &[&str]| {
         let folder = folder();
-        // Every sentence is another one.
+        // Every sentence is different.
         let text: String =
             (0..400).map(|i| format!("The number {} is {}.\n\n", i, i * i * 7 % 1000)).collect();
         std::fs::write(folder.path().join("text.txt"), text).unwrap();
@@ -274,7 +274,7 @@ fn validation_goes_on_through_the_data_in_megatrons_orders_and_begins_anew_in_ou
         megatrons.len() == 3 && megatrons[0] != megatrons[1] && megatrons[1] != megatrons[2],
         "{megatrons:?}"
     );
-    // The step tells where, also to a run that goes on.
+    // The position follows from the step, also in a resumed run.
     assert_eq!(losses("single", &["--exit-interval=2"]), megatrons);
 }
 
@@ -287,7 +287,7 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
         ),
         (
             &["--eval-interval=2", "--split=1,0,0"],
-            Some("evaluates nothing: --split 1,0,0 leaves less than a sample"),
+            Some("has no effect: --split 1,0,0 leaves less than one sample"),
         ),
         (&["--eval-interval=2"], None),
         (
@@ -298,8 +298,8 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
                 "--min-lr=1e-5",
             ],
             Some(
-                "note: without effect here: sgd_momentum (the optimizer is Adam); min_lr (lr_decay_style is constant); \
-                 prompt_tokens (there is no prompt)",
+                "note: these settings have no effect here: sgd_momentum (the optimizer is Adam); \
+                 min_lr (lr_decay_style is constant); prompt_tokens (there is no prompt)",
             ),
         ),
         (
@@ -375,11 +375,11 @@ fn a_killed_rank_is_named_and_ends_the_run() {
         text.starts_with(&format!("error: rank 1 (pid {}) was killed by SIGKILL", ranks[1])),
         "{text}"
     );
-    assert!(text.contains("goes on from the last checkpoint in saved"), "{text}");
+    assert!(text.contains("continues from the last checkpoint in saved"), "{text}");
     assert!(!ranks.iter().any(|&pid| is_alive(pid)));
 }
 
-/// Weights so large that nothing can be drawn are found only once training is done.
+/// Weights that are too large to sample from are detected only after training.
 #[test]
 fn a_prompt_that_cannot_be_continued_does_not_fail_a_run_that_is_finished() {
     let folder = folder();
@@ -421,7 +421,7 @@ fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         stdout(&output)
     };
-    // Step 4 is that with which the run goes on, on another layout.
+    // The run resumes with step 4, on another layout.
     let first = train(&["--exit-interval=3"]);
     assert!(first.contains("step 3 is skipped, as --iterations-to-skip asks"), "{first}");
     assert_eq!(saved_iteration(folder.path()), "3");
@@ -437,7 +437,7 @@ fn steps_that_are_skipped_pass_their_samples_over_and_update_nothing() {
                 .unwrap()
         })
         .collect();
-    // The warm-up is over steps that are made.
+    // The warm-up counts only steps that are made.
     assert!(
         rates
             .iter()

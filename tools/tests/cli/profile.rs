@@ -1,4 +1,4 @@
-//! `--profile`: traces that viewers read, and a table.
+//! `--profile`: traces that viewers can read, and a table.
 
 use std::fs;
 

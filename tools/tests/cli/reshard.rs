@@ -1,4 +1,4 @@
-//! `megatron reshard`: from one run's checkpoint to another layout's, and what is refused.
+//! `megatron reshard`: converts one run's checkpoint to another layout, and refuses unusable input.
 
 use std::fs;
 use std::path::Path;
@@ -31,7 +31,7 @@ metrics = "metrics.jsonl"
 eval_iters = 0
 "#;
 
-/// A folder in which a run of one rank has made its first half of the steps and saved to `saved`.
+/// A folder in which a run of one rank made the first half of its steps and saved to `saved`.
 pub fn trained(flags: &[&str]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("run.toml"), RUN).unwrap();
@@ -57,7 +57,7 @@ fn reshard(folder: &Path, args: &[&str]) -> Command {
     command
 }
 
-/// The losses of the steps that `metrics.jsonl` has.
+/// The losses of the steps in `metrics.jsonl`.
 fn losses(folder: &Path) -> Vec<f64> {
     let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
     let steps = text.lines().filter(|line| line.contains("\"grad_norm\""));
@@ -114,7 +114,7 @@ fn one_iteration_is_chosen_by_its_number_or_its_folder() {
     }
     let output = reshard(folder.path(), &["saved", "to9", "--iteration=9"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("iter_0000009: is not there"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("iter_0000009: does not exist"), "{}", stderr(&output));
 }
 
 #[test]
@@ -154,11 +154,11 @@ fn what_does_not_fit_is_refused_with_the_equation_and_where_its_numbers_come_fro
     }
     let output = reshard(folder.path(), &["saved", "saved"]).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(stderr(&output).contains("is there already"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("already exists"), "{}", stderr(&output));
 }
 
-/// A run that is interrupted while it writes says so by its exit code, and leaves nothing that
-/// looks like a checkpoint; the next one is whole.
+/// If resharding is interrupted while writing, the exit code shows it, and nothing looks like a
+/// checkpoint; the next attempt is complete.
 #[test]
 fn an_interrupted_run_leaves_nothing_that_looks_finished() {
     let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
@@ -168,7 +168,7 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
         let mut command =
             reshard(folder.path(), &["saved", "cut", "--tensor-model-parallel-size=4"]);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        // Its first file appears after it listens to signals.
+        // Its first file appears after it starts to handle signals.
         let begun = || {
             [".iter_0000001.tmp/rank_00000.safetensors", "iter_0000001"]
                 .iter()
@@ -178,7 +178,7 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
         kill(child.id(), signal);
         let status = child.wait().unwrap();
         if status.success() {
-            fs::remove_dir_all(&to).unwrap(); // it was faster
+            fs::remove_dir_all(&to).unwrap(); // it finished first
             continue;
         }
         assert_eq!(status.code(), Some(if signal == "INT" { 130 } else { 143 }));
@@ -194,8 +194,7 @@ fn an_interrupted_run_leaves_nothing_that_looks_finished() {
 
 #[test]
 fn memory_is_bounded_by_chunks_and_not_by_the_model() {
-    // 80 MB of tensors, of which the largest has 4 MB, through a process that may have 48 MB of
-    // data.
+    // 80 MB of tensors, the largest with 4 MB, through a process limited to 48 MB of data.
     let folder = trained(&["--hidden-size=512", "--num-layers=2", "--train-iters=1"]);
     let files: u64 = fs::read_dir(folder.path().join("saved/iter_0000001"))
         .unwrap()

@@ -1,4 +1,4 @@
-//! Ranks that are started again after one failed.
+//! Ranks that are restarted after one failed.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use crate::site::{RANKS, SOON, Site, ended, refused};
 use crate::support::{kill, megatron, stderr, stdout, wait_for};
 
-/// `script` as two ranks that may be started again `restarts` times.
+/// `script` as two ranks that may be restarted `restarts` times.
 fn launched(restarts: u32, script: &str) -> Command {
     let mut command = megatron();
     command.args([
@@ -26,9 +26,9 @@ fn run(restarts: u32, script: &str) -> Output {
     launched(restarts, script).output().unwrap()
 }
 
-/// How often ranks were started again, as the supervisor says.
+/// How often ranks were restarted, by the supervisor's output.
 fn restarts(output: &Output) -> usize {
-    stderr(output).matches("starting all ranks again").count()
+    stderr(output).matches("restarting all ranks").count()
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn a_failure_that_comes_every_time_ends_the_run_once_restarts_are_spent() {
 #[test]
 fn ranks_that_are_asked_to_stop_are_not_started_again() {
     let folder = tempfile::tempdir().unwrap();
-    // The one that is asked fails.
+    // The rank that receives the request fails.
     let script = format!(
         "trap 'exit 9' TERM; echo $$ >> {}/started; while true; do sleep 0.1; done",
         folder.path().display()
@@ -95,7 +95,7 @@ fn a_run_whose_rank_was_killed_goes_on_by_itself_and_comes_to_the_same_losses() 
     let losses = site.losses();
     fs::remove_file(site.path("metrics.jsonl")).unwrap();
     let saving = ["--save=saved", "--load=saved", "--save-interval=40", "--max-restarts=2"];
-    // More than a pipe that nobody reads would take.
+    // More than fits into a pipe that is not read.
     let printed = fs::File::create(site.path("printed")).unwrap();
     let supervisor = site.pretrain(&saving).stdout(printed).spawn().unwrap();
     let pointer = site.path("saved/latest_checkpointed_iteration.txt");
@@ -146,7 +146,7 @@ fn restarts_need_a_checkpoint_to_go_on_from() {
     ] {
         refused(
             &site.pretrain(flags).output().unwrap(),
-            &["max_restarts = 1 (--max-restarts)", "needs --save, and --load with the same folder"],
+            &["max_restarts = 1 (--max-restarts)", "set --save, and --load with the same folder"],
         );
     }
 }
@@ -154,7 +154,7 @@ fn restarts_need_a_checkpoint_to_go_on_from() {
 #[test]
 fn a_signal_that_comes_after_a_failure_is_heeded_too() {
     let folder = tempfile::tempdir().unwrap();
-    // One has failed, and the other takes its time to end.
+    // One rank has failed, and the other ends slowly.
     let script = format!(
         "[ $RANK = 0 ] || exit 5; trap 'echo ending; sleep 1.5; exit 0' TERM; echo $$ >> {0}/started; echo x > {0}/up; while true; do sleep 0.1; done",
         folder.path().display()

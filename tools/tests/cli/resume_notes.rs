@@ -1,4 +1,4 @@
-//! What a resumed run tells of settings that are not the checkpoint's.
+//! The notes of a resumed run about settings that differ from the checkpoint's.
 
 use crate::site::{Site, refused};
 use crate::support::stdout;
@@ -11,17 +11,17 @@ const RUN: [&str; 4] = [
     "--pipeline-model-parallel-size=1",
 ];
 
-/// A site whose folder `saved` holds the checkpoint of step 2.
+/// A site with the checkpoint of step 2 in `saved`.
 fn half_way() -> Site {
     let site = Site::new();
     site.succeed(&[&RUN[..], &["--save=saved", "--exit-interval=2"]].concat());
     site
 }
 
-/// Makes one more step with `flags` that come on top, into FILE; what is printed.
+/// Makes one more step with additional `flags`, with metrics in FILE; returns the output.
 fn resume(site: &Site, file: &str, flags: &[&str]) -> String {
     let metrics = format!("--metrics={file}");
-    // A flag that is given twice has two values, so what `flags` set is left out.
+    // A flag that is given twice has two values, so flags in `flags` are left out here.
     let name = |flag: &str| flag.split('=').next().unwrap_or_default().to_string();
     let run: Vec<&str> =
         RUN.into_iter().filter(|word| flags.iter().all(|flag| name(flag) != name(word))).collect();
@@ -54,7 +54,7 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
                 "train_iters is 40 here and 4 in the checkpoint: the learning rate's decay ends after 320 samples, not 32",
             ],
         ),
-        // The schedule does not see it.
+        // This does not change the schedule.
         (&["--train-iters=40", "--lr-decay-iters=4"], &[]),
         (&["--lr=2e-3"], &["lr is 0.002 here and 0.001 in the checkpoint"]),
         (&["--min-lr=1e-4"], &["min_lr is 0.0001 here and 0.0 in the checkpoint"]),
@@ -82,7 +82,8 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         (
             &["--seq-length=8", "--max-position-embeddings=16", "--dataloader-type=sequential"],
             &[
-                "seq_length is 8 here and 16 in the checkpoint: the data go on at sample 32 of the new length, behind the 256 tokens",
+                "seq_length is 8 here and 16 in the checkpoint: the data continue at sample 32 of \
+                 the new length, after the 256 tokens",
                 "dataloader_type is sequential here and shuffled in the checkpoint",
             ],
         ),
@@ -103,7 +104,7 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         ),
         (&["--hidden-dropout=0.2"], &["hidden_dropout is 0.2 here and 0.1 in the checkpoint"]),
         (&["--no-load-optim", "--seed=7"], &["seed is 7 here"]),
-        // A run of its own.
+        // A separate run.
         (&["--finetune", "--lr=2e-3", "--seed=7"], &[]),
     ];
     for (flags, expected) in cases {
@@ -158,7 +159,7 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     for key in ["learning_rate", "lm_loss", "grad_norm"] {
         assert_eq!(of_step(3, &site, "theirs.jsonl", key), of_saved(key), "{key}");
     }
-    // Weight decay, too: of the weights after that step the next loss is made.
+    // Also weight decay: the next loss depends on the weights after that step.
     let next = ["--load=kept", "--exit-interval=4", "--metrics=next.jsonl"];
     let log = stdout(&site.succeed(&[&RUN[..], &next].concat()));
     assert!(!log.contains("note: "), "{log}");
@@ -171,6 +172,6 @@ fn the_next_learning_rate_is_told_and_whose_it_is_can_be_said() {
     let both = ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"];
     refused(
         &site.pretrain(&both).output().unwrap(),
-        &["give one of them", "(--use-checkpoint-opt-param-scheduler)"],
+        &["give only one", "(--use-checkpoint-opt-param-scheduler)"],
     );
 }

@@ -14,7 +14,7 @@ fn latest(site: &Site) -> String {
         .to_string()
 }
 
-/// A site whose folder `saved` holds the checkpoints of steps 2, 4, 6 and 8 of a run of 8.
+/// A site with the checkpoints of steps 2, 4, 6 and 8 of a run of 8 in `saved`.
 fn saved() -> Site {
     let site = Site::new();
     site.edit("train_iters = 20", "train_iters = 8");
@@ -33,7 +33,7 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
             stdout(&site.succeed(&[&back[..], &["--save=saved", "--exit-interval=5"]].concat()));
         for part in [
             "resumed from saved/iter_0000004 (32 samples consumed)",
-            "later steps than 4, from which this run goes on: 6 and 8. It leaves 6 and 8 as they are.",
+            "later steps than 4, where this run continues: 6 and 8. It leaves 6 and 8 as they are.",
             "8 is the latest until this run first saves, at step 5",
             "with the steps that were made after it, it is metrics.jsonl.1 now",
         ] {
@@ -43,12 +43,12 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
         let whole = fs::read_to_string(site.path("metrics.jsonl.1")).unwrap();
         assert!(whole.contains("\"iteration\":8"), "{whole}");
 
-        // The steps of the earlier run are not taken for the latest, and make way.
+        // The later steps of the earlier run do not count as the latest, and are replaced.
         let log = stdout(&site.succeed(&[&FOLDERS[..], &["--save-interval=3"]].concat()));
         assert!(log.contains("resumed from saved/iter_0000005"), "{log}");
         assert!(
             log.contains(
-                "this run goes on: 6 and 8. It replaces 6 and 8 when it saves the same steps."
+                "this run continues: 6 and 8. It replaces 6 and 8 when it saves the same steps."
             ),
             "{log}"
         );
@@ -101,7 +101,7 @@ fn a_step_that_is_not_there_is_refused_with_those_that_are() {
     let site = saved();
     let before = site.files();
     let flags = [&FOLDERS[..], &["--ckpt-step=5"]].concat();
-    let parts = ["iter_0000005: is not there; there are checkpoints of the iterations 8, 6, 4, 2"];
+    let parts = ["iter_0000005: does not exist; existing iterations are 8, 6, 4, 2"];
     refused(&site.pretrain(&flags).output().unwrap(), &parts);
     for output in ended(site.ranks(&flags), SOON) {
         refused(&output, &parts);
@@ -113,7 +113,7 @@ fn a_step_that_is_not_there_is_refused_with_those_that_are() {
             "exit_on_missing_checkpoint = true (--exit-on-missing-checkpoint) has no effect without load",
         ),
         (&["--ckpt-step=4", "--load=new"], "new holds no checkpoint"),
-        (&["--ckpt-step=4", "--load=saved/iter_0000002"], "is one iteration's folder"),
+        (&["--ckpt-step=4", "--load=saved/iter_0000002"], "is the folder of one iteration"),
     ] {
         refused(&site.pretrain(flags).output().unwrap(), &[part]);
     }
@@ -183,7 +183,7 @@ fn a_launcher_that_would_go_back_every_time_is_told() {
         match refuses {
             true => refused(
                 &output,
-                &["--ckpt-step 6: this launcher may start ranks again", "--max-restarts 0"],
+                &["--ckpt-step 6: this launcher may restart ranks", "--max-restarts 0"],
             ),
             false => assert!(output.status.success(), "{}", stderr(&output)),
         }

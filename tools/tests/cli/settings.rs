@@ -1,11 +1,11 @@
-//! `megatron pretrain` with settings that are wrong: one message that says what, where and what to
+//! `megatron pretrain` with wrong settings: one message that says what is wrong, where, and what to
 //! do.
 
 use std::process::Output;
 
 use crate::support::{megatron, stderr, stdout};
 
-/// A run that only lacks a trainer: every setting is right.
+/// A run with only valid settings.
 const GOOD: &str = r#"[model]
 num_layers = 4
 hidden_size = 64
@@ -49,7 +49,7 @@ fn pretrain(from: &str, to: &str, flags: &[&str]) -> Output {
         .unwrap()
 }
 
-/// Asserts that a run ends with code 2 and one message that holds all of `parts`.
+/// Asserts that a run ends with code 2 and one message that contains all of `parts`.
 fn refused(output: &Output, parts: &[&str]) {
     let text = stderr(output);
     assert_eq!(output.status.code(), Some(2), "{text}");
@@ -90,7 +90,7 @@ fn shells_complete_commands_and_flags() {
     }
 }
 
-/// As `--help` has it: switches with the values that they take.
+/// As in `--help`: switches with their values.
 #[test]
 fn every_command_has_a_man_page() {
     let folder = tempfile::tempdir().unwrap();
@@ -344,7 +344,7 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
         let output = pretrain("", "", &[graph, &[ranks, "--global-batch-size=8"]].concat());
         refused(
             &output,
-            &["--enable-cuda-graph records the work of a GPU, and this run computes on the CPU"],
+            &["--enable-cuda-graph records the work of a GPU, but this run computes on the CPU"],
         );
     }
     refused(
@@ -373,8 +373,7 @@ fn numbers_out_of_range_are_refused() {
     }
 }
 
-/// Neither does a product of theirs become another number, nor is memory asked for that there
-/// cannot be.
+/// Products of sizes do not overflow, and no impossible amount of memory is requested.
 #[test]
 fn sizes_that_are_wrong_by_typing_are_refused() {
     let sizes = [
@@ -396,8 +395,7 @@ fn sizes_that_are_wrong_by_typing_are_refused() {
                 &[&format!("{} = {number}", size.replace('-', "_")), "must be at most 2147483647"],
             );
         }
-        // Where that is a number, there is too little memory for it, or it does not go with the
-        // others.
+        // If it is valid, there is too little memory for it, or it contradicts other settings.
         let said = stderr(&pretrain("", "", &[&format!("--{size}=2147483640")]));
         assert!(
             said.contains("error: ") && !said.contains("bug") && !said.contains("allocation"),
@@ -454,8 +452,8 @@ fn a_damaged_checkpoint_is_named_once_before_ranks_start() {
     assert!(text.contains("iter_0000007/manifest.json") && !text.contains("rank"), "{text}");
 }
 
-/// A loss scale of 0 adapts itself, gloo is the CPUs' transport, and nccl is for GPUs: as
-/// Megatron-LM's users write them.
+/// As in Megatron-LM, a loss scale of 0 is dynamic, gloo is the backend for CPUs, and nccl for
+/// GPUs.
 #[test]
 fn values_of_megatron_lm_are_understood() {
     let flags =
@@ -480,18 +478,18 @@ fn layouts_in_megatrons_words_are_those_of_the_partition() {
         &[stages, "--pipeline-model-parallel-layout=Et|tL"],
         &["pipeline_partition = 1,1", "num_layers = 4"],
     );
-    refuses(&[stages, "--pipeline-model-parallel-layout=Et|mtL"], &["several tokens (m)"]);
+    refuses(&[stages, "--pipeline-model-parallel-layout=Et|mtL"], &["multi-token prediction (m)"]);
     refuses(
         &[stages, "--pipeline-partition=2,2", "--decoder-first-pipeline-num-layers=1"],
         &[
             "pipeline_partition (--pipeline-partition)",
             "decoder_first_pipeline_num_layers",
-            "give one of them",
+            "give only one",
         ],
     );
 }
 
-/// Megatron-LM's scripts leave on the line what is read with another flag alone.
+/// Megatron-LM's scripts contain flags that are read only together with another flag.
 #[test]
 fn settings_that_nothing_reads_are_passed_over_in_one_line() {
     let flags = [
@@ -514,9 +512,9 @@ fn settings_that_nothing_reads_are_passed_over_in_one_line() {
     let names = "--use-flash-attn, --initial-loss-scale, --hysteresis, --no-load-optim, --profile-step-start, \
                  --log-timers-to-tensorboard";
     assert!(
-        text.contains(&format!("6 flags of Megatron-LM have no meaning here: {names}\n")),
+        text.contains(&format!("6 flags of Megatron-LM have no effect here: {names}\n")),
         "{text}"
     );
-    // The fraction counts: the first step is half of the way up.
+    // The fraction is used: the first step is halfway up.
     assert!(text.contains("learning rate: 1.000000E-03"), "{text}");
 }

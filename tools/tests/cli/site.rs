@@ -1,4 +1,4 @@
-//! A folder with a small run in it, and what must hold after the run ended: nothing of it is left.
+//! A folder with a small run, and the check after the run's end: nothing of it is left.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -12,7 +12,7 @@ use tempfile::TempDir;
 
 use crate::support::{is_alive, kill, megatron, stderr, wait_for};
 
-/// How soon a run that cannot go on has to end, on every rank.
+/// How soon a failing run must end on every rank.
 pub const SOON: Duration = Duration::from_secs(10);
 /// Marks the processes of a site in their environment.
 const MARK: &str = "MEGATRON_TEST_SITE";
@@ -125,7 +125,7 @@ impl Site {
         output
     }
 
-    /// The processes of this site that run.
+    /// The running processes of this site.
     pub fn processes(&self) -> Vec<u32> {
         let mark = format!("{MARK}={}", self.mark);
         let marked = |pid: &u32| {
@@ -137,7 +137,7 @@ impl Site {
         pids.filter(marked).filter(|&pid| is_alive(pid)).collect()
     }
 
-    /// The ranks that run under a supervisor, by rank; waits for all of them.
+    /// The supervised ranks, by rank; waits for all of them.
     pub fn supervised_ranks(&self) -> Vec<u32> {
         let rank_of = |pid: u32| {
             let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
@@ -181,14 +181,14 @@ impl Site {
         text.lines().filter_map(parse).collect()
     }
 
-    /// Every file of the folder with its content, but for the caches.
+    /// Every file of the folder with its content, except the caches.
     pub fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let paths = walk(self.folder.path()).into_iter().filter(|path| path.is_file());
         let kept = paths.filter(|path| !path.starts_with(self.path("cache")));
         kept.map(|path| (path.clone(), fs::read(path).unwrap())).collect()
     }
 
-    /// Asserts that files are those that [`Self::files`] gave `before`.
+    /// Asserts that the files are the same as `before` (from [`Self::files`]).
     pub fn assert_unchanged(&self, before: &BTreeMap<PathBuf, Vec<u8>>) {
         let after = self.files();
         for path in before.keys().chain(after.keys()) {
@@ -222,7 +222,7 @@ impl Site {
 
 impl Drop for Site {
     fn drop(&mut self) {
-        // A test that failed leaves nothing running.
+        // A failed test leaves nothing running.
         for pid in self.processes() {
             let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
         }
@@ -267,7 +267,7 @@ pub fn ended(children: Vec<Child>, limit: Duration) -> Vec<Output> {
     outputs
 }
 
-/// Asserts that a process ended badly with one message that holds all of `parts`.
+/// Asserts that a process failed with one message that contains all of `parts`.
 pub fn refused(output: &Output, parts: &[&str]) {
     let text = stderr(output);
     assert!(!output.status.success(), "succeeded, but had to say {parts:?}");

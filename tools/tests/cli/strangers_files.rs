@@ -1,5 +1,5 @@
-//! Files of strangers: models that a description merely claims, and what is no file in a file's
-//! place. Commands end soon, with a message.
+//! Files from unknown sources: models that exist only in a description, and non-files in place of
+//! files. Commands end soon, with a message.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -159,7 +159,7 @@ fn a_model_that_a_manifest_merely_claims_is_refused_before_it_is_made() {
         all_refuse(&site, &all, "its manifest names");
         fs::write(&manifest, &original).unwrap();
     }
-    // What is possible costs no more than what is used of it.
+    // A possible size costs only as much as is used of it.
     claim(&manifest, "max_position_embeddings", "2000000000");
     let mut command = megatron();
     command.args("generate --load saved --prompt a --num-tokens 3".split(' '));

@@ -1,4 +1,4 @@
-//! Running the program and waiting for what it does.
+//! Runs the program and waits for its effects.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -6,8 +6,8 @@ use std::process::{Command, Output};
 use std::sync::Once;
 use std::time::{Duration, Instant};
 
-/// Has the programs under test hear signals that whoever started the tests has ignored, as shells
-/// do for what runs in the background.
+/// Lets the programs under test receive signals that the parent of the tests ignores, as shells do
+/// for background jobs.
 #[allow(unsafe_code)]
 fn hear_signals() {
     static ONCE: Once = Once::new();
@@ -51,7 +51,7 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Waits until `ready` gives something, at most ten seconds.
+/// Waits until `ready` returns something, at most ten seconds.
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -71,7 +71,7 @@ pub fn pids(folder: &Path, ranks: usize) -> Vec<u32> {
     (0..ranks).map(|rank| wait_for("a rank to start", || pid(rank))).collect()
 }
 
-/// Whether the process runs. One that ended and was not waited for does not.
+/// Whether the process runs. A zombie does not.
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(')')
@@ -89,7 +89,7 @@ pub fn kill(pid: u32, signal: &str) {
     kill_together(&[pid], signal);
 }
 
-/// Sends `signal` to all `pids` at once, before the first to hear it can end the others.
+/// Sends `signal` to all `pids` at once, before the first receiver can end the others.
 pub fn kill_together(pids: &[u32], signal: &str) {
     let pids = pids.iter().map(u32::to_string);
     let status = Command::new("kill").arg(format!("-{signal}")).args(pids).status().unwrap();

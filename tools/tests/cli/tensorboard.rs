@@ -1,4 +1,4 @@
-//! Event files: read by a reader of our own, beside `metrics.jsonl`.
+//! Event files: read by an independent reader and compared with `metrics.jsonl`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::site::{Site, refused};
 use crate::support::stdout;
 
-/// What an event file tells.
+/// The contents of an event.
 #[derive(Clone, Debug, PartialEq)]
 enum Event {
     FileVersion(String),
@@ -27,7 +27,7 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// The data of the records, whose checksums are as they have to be.
+/// The data of the records, after checking their checksums.
 fn records(mut file: &[u8]) -> Vec<&[u8]> {
     let mut records = Vec::new();
     while !file.is_empty() {
@@ -116,7 +116,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The curves of a folder as TensorBoard shows them: what a session starts anew counts no more.
+/// The curves of a folder as TensorBoard shows them: a restarted session replaces later points.
 fn curves(folder: &Path) -> BTreeMap<String, Vec<(u64, f32)>> {
     let mut curves: BTreeMap<String, Vec<(u64, f32)>> = BTreeMap::new();
     for file in files(folder) {
@@ -213,7 +213,7 @@ fn curves_have_megatrons_names_and_the_values_of_the_metrics_and_one_rank_writes
         [2, 4, 5]
     );
 
-    // A quotient of what is rounded in another place.
+    // A quotient with rounding in another place.
     let (mut over_steps, throughput) =
         (over_steps, curve(&steps, "iteration", |step| number(step, "tflops")));
     for (shown, computed) in over_steps.remove("throughput").unwrap().iter().zip(&throughput) {
@@ -248,7 +248,7 @@ fn a_run_that_goes_on_starts_a_second_file_at_its_first_step() {
     let site = Site::new();
     let common = [&ONE_STAGE[..], &["--tensorboard-dir=board", "--save-interval=3"]].concat();
     site.succeed(&[&common[..], &["--save=saved", "--exit-interval=7"]].concat());
-    // Of seven steps four were in vain.
+    // Four of seven steps were lost.
     let output = site.succeed(
         &[&common[..], &["--load=saved/iter_0000003", "--save=again", "--exit-interval=9"]]
             .concat(),
@@ -268,7 +268,7 @@ fn a_run_that_goes_on_starts_a_second_file_at_its_first_step() {
         let tag = if x == "iteration" { "lm loss" } else { "lm loss vs samples" };
         assert_eq!(curves(&site.path(folder))[tag], losses);
     }
-    // A run of its own in the same folder.
+    // A separate run in the same folder.
     let output =
         site.succeed(&[&ONE_STAGE[..], &["--tensorboard-dir=board", "--train-iters=1"]].concat());
     assert!(

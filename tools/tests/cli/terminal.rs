@@ -1,4 +1,4 @@
-//! What a run shows on a terminal.
+//! The output of a run on a terminal.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -10,9 +10,9 @@ use std::process::Stdio;
 use crate::site::{SOON, Site, ended};
 use crate::support::kill;
 
-/// Both ends of a terminal that nobody looks at: where its keys are, and its screen.
+/// Both ends of a pseudoterminal: the keyboard side and the screen side.
 fn terminal() -> (File, File) {
-    // SAFETY: the descriptor is a new one and nobody else's.
+    // SAFETY: the descriptor is new and owned only here.
     let keys = unsafe { File::from_raw_fd(libc::posix_openpt(libc::O_RDWR | libc::O_NOCTTY)) };
     let mut name = [0; 64];
     // SAFETY: the descriptor is open, and the name is written into the buffer.
@@ -22,25 +22,24 @@ fn terminal() -> (File, File) {
             && libc::ptsname_r(keys.as_raw_fd(), name.as_mut_ptr(), name.len()) == 0
     };
     assert!(made);
-    // SAFETY: the system has ended the name with 0.
+    // SAFETY: the system terminates the name with 0.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_str().unwrap();
     let screen = OpenOptions::new().read(true).write(true).open(name).unwrap();
     (keys, screen)
 }
 
-/// What appears on a terminal that `flags` are trained on, until the run ends or, if `stops`, was
-/// told to stop.
+/// The output on a terminal of a run with `flags`, until it ends or, if `stops`, was asked to stop.
 fn shown(site: &Site, flags: &[&str], stops: bool) -> String {
     let (mut keys, screen) = terminal();
     let flags =
         [&["--tensor-model-parallel-size=1", "--pipeline-model-parallel-size=1"], flags].concat();
     let mut command = site.pretrain(&flags);
     let run = command.stdout(Stdio::from(screen)).spawn().unwrap();
-    // The other end closes with the program's.
+    // The other end closes with the program.
     drop(command);
     let reader = std::thread::spawn(move || {
         let mut text = Vec::new();
-        // A terminal that nobody has open any more is an error.
+        // Reading a terminal that no process has open is an error.
         let _ = keys.read_to_end(&mut text);
         String::from_utf8_lossy(&text).into_owned()
     });

@@ -16,10 +16,10 @@ pub fn documents(text: &str) -> Vec<Value> {
     documents
 }
 
-/// The value that begins with `first`.
+/// The value that starts with `first`.
 fn value<'a>(first: Event<'a>, events: &mut impl Iterator<Item = Event<'a>>) -> Value {
     match first {
-        // A plain scalar that is no JSON is text.
+        // A plain scalar that is not JSON is text.
         Event::Scalar(text, ScalarStyle::Plain, ..) => {
             serde_json::from_str(&text).unwrap_or_else(|_| Value::String(text.into_owned()))
         }

@@ -1,4 +1,4 @@
-//! Saves that are written while training goes on.
+//! Tests of saves that are written while training continues.
 
 use std::fs;
 use std::thread::sleep;
@@ -20,7 +20,7 @@ fn wait_until_written(saving: &Saving) {
     }
 }
 
-/// Every name under a folder, and what the file holds.
+/// Every file under a folder with its contents.
 fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
     names(folder)
         .into_iter()
@@ -63,7 +63,7 @@ fn what_appears_is_the_state_as_it_was_and_not_before_all_have_finished() {
     }
 }
 
-/// Begins to save on two ranks, spoils it, and finishes: all ranks hear why, and the old checkpoint
+/// Starts a save on two ranks, breaks it, and finishes: all ranks learn why, and the old checkpoint
 /// stays.
 fn spoilt(second: fn(&Path) -> Elements, spoil: fn(&Path), why: &str) {
     let dir = tempfile::tempdir().unwrap();
@@ -116,7 +116,7 @@ fn what_is_not_finished_does_not_appear_and_is_cleaned_up_by_the_next_save() {
     on_ranks(1, |world| {
         drop(begin(dir.path(), 20, &layout.owned(&model, 0), state(), world).unwrap())
     });
-    // Whoever drops it knows that nothing is written to the folder any more.
+    // After the drop, nothing is written to the folder any more.
     assert!(dir.path().join(".iter_0000020.tmp/rank_00000.safetensors").exists());
     assert_eq!(latest_iteration(dir.path()), Some(10));
     save_small(dir.path(), 30);

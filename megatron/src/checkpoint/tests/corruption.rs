@@ -1,4 +1,4 @@
-//! Files are untrusted: damage is named, and nothing in them makes a reader panic.
+//! Files are untrusted: errors name the damage, and no content makes a reader panic.
 
 use std::fs;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ impl Saved {
         self.path.join("manifest.json")
     }
 
-    /// The messages of everything that reads the checkpoint; all must fail.
+    /// The error messages of all functions that read the checkpoint; all must fail.
     fn refusals(&self) -> [String; 2] {
         [
             message(load_small(&self.path, &self.model).unwrap_err()),
@@ -43,7 +43,7 @@ impl Saved {
         }
     }
 
-    /// Rewrites the manifest's JSON, with a checksum that fits.
+    /// Rewrites the manifest's JSON with a matching checksum.
     fn edit(&self, edit: impl FnOnce(&mut Value)) {
         let mut json: Value = serde_json::from_slice(&fs::read(self.manifest()).unwrap()).unwrap();
         edit(&mut json);
@@ -52,7 +52,7 @@ impl Saved {
         self.write_body(&serde_json::to_vec(&json).unwrap()[1..]);
     }
 
-    /// Writes everything of the manifest after the checksum.
+    /// Writes the manifest's part after the checksum.
     fn write_body(&self, body: &[u8]) {
         let first = format!("{{\"manifest_crc32c\":\"{:08x}\",\n", crc32c::crc32c(body));
         fs::write(self.manifest(), [first.as_bytes(), body].concat()).unwrap();
@@ -123,7 +123,7 @@ fn no_flipped_bit_of_a_file_goes_unnoticed() {
         let at = random.below(bytes.len());
         damaged[at] ^= 1 << random.below(8);
         fs::write(saved.shard(), &damaged).unwrap();
-        // Either an error, or (in a header's metadata) values that are right all the same.
+        // Either an error, or (in a header's metadata) still the right values.
         assert!(load_small(&saved.path, &saved.model).unwrap_or(true), "a flip in byte {at}");
     }
 }
@@ -139,7 +139,7 @@ fn no_flipped_bit_of_a_manifest_goes_unnoticed() {
         let bit = 1 << random.below(8);
         damaged[at] ^= bit;
         fs::write(saved.manifest(), &damaged).unwrap();
-        // A hexadecimal digit of the checksum in the other case.
+        // Flips the case of a hexadecimal digit of the checksum, which is the same value.
         let same_digit = bit == 0x20 && at < 30;
         assert!(
             same_digit || Manifest::read(&saved.path).is_err(),
@@ -175,18 +175,18 @@ fn manifests_that_contradict_themselves_are_refused() {
     for (pointer, value, why) in [
         ("/shape", serde_json::json!([8, 6]), "nothing holds 6 of its 48 elements"),
         ("/shape", serde_json::json!([huge, huge]), "no machine holds"),
-        ("/shape", serde_json::json!([42]), "another rank"),
+        ("/shape", serde_json::json!([42]), "a different number of dimensions"),
         ("/dtype", serde_json::json!("int4"), "is not a manifest"),
         ("/dtype", serde_json::json!("f64"), "the manifest says f64"),
         ("/name", serde_json::json!("layers.0.norm.weight"), "listed twice"),
         ("/chunks/0/flat", serde_json::json!({ "start": 9, "end": 3 }), "9..3"),
         ("/chunks/0/flat", serde_json::json!({ "start": 0, "end": huge }), "are not in a box"),
-        ("/chunks/0/offset", serde_json::json!([huge, 1]), "leaves the tensor"),
+        ("/chunks/0/offset", serde_json::json!([huge, 1]), "exceeds the tensor"),
         ("/chunks/0/offset", serde_json::json!([-1, 0]), "is not a manifest"),
         ("/chunks/0/start", serde_json::json!(huge), "reaches past the end"),
         ("/chunks/0/start", serde_json::json!(100), "has 42 elements"),
         ("/chunks/0/key", serde_json::json!("param/w/0"), "has no tensor \"param/w/0\""),
-        ("/chunks/0/file", serde_json::json!("other"), "which is not listed"),
+        ("/chunks/0/file", serde_json::json!("other"), "which the manifest does not list"),
         ("/chunks/1/flat", serde_json::json!({ "start": 10, "end": 26 }), "are in both"),
     ] {
         let saved = Saved::new();
@@ -232,8 +232,8 @@ fn no_manifest_makes_a_reader_panic_though_its_checksum_fits() {
         for _ in 0..1 + random.below(3) {
             let at = random.below(damaged.len());
             match random.below(4) {
-                // A digit for a digit keeps it JSON, so that what lies behind the parser is
-                // reached.
+                // Replacing a digit with a digit keeps it valid JSON, so that the checks after the
+                // parser are reached.
                 0 | 1 => {
                     if let Some(at) = (at..damaged.len()).find(|&i| damaged[i].is_ascii_digit()) {
                         damaged[at] = b'0' + random.below(10) as u8;

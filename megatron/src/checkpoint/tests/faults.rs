@@ -1,4 +1,4 @@
-//! Saves that fail or are killed, and checkpoints that do not fit.
+//! Tests of saves that fail or are killed, and of checkpoints that do not fit.
 
 use std::fs;
 use std::process::Command;
@@ -83,7 +83,7 @@ fn folders_of_others_are_left_alone() {
     assert_eq!(names(dir.path()).len(), 5);
 }
 
-/// Two ranks' halves of one tensor of eight elements, the second one's as given.
+/// Two ranks save halves of one tensor of eight elements; the second half is `second`.
 fn save_halves(dir: &Path, second: Piece) -> Vec<Result<()>> {
     on_ranks(2, |world| {
         let first = Piece { offset: vec![0], shape: vec![4], flat: 0..4, local: 0 };
@@ -99,8 +99,8 @@ fn save_halves(dir: &Path, second: Piece) -> Vec<Result<()>> {
     })
 }
 
-/// Checks that a save failed on every rank for a reason that contains `why`, and that iteration 10
-/// is all there is.
+/// Checks that a save failed on every rank with a reason that contains `why`, and that only
+/// iteration 10 exists.
 fn check_refused(dir: &Path, results: Vec<Result<()>>, why: &str) {
     for result in results {
         let message = message(result.unwrap_err());
@@ -200,12 +200,11 @@ fn a_lost_rank_fails_the_save_and_nothing_is_left() {
     assert_eq!(names(dir.path()), ["iter_0000010", POINTER]);
 }
 
-/// Names the folder to the process that
+/// Passes the folder to the process that
 /// [`a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing`] starts.
 const CHILD_DIR: &str = "CHECKPOINT_TEST_CHILD_DIR";
 
-/// In a process whose files may not grow beyond 32 KiB, rank 1 of three has more than that to
-/// write.
+/// Runs in a process with a file-size limit of 32 KiB; rank 1 of three has more than that to write.
 fn save_beyond_the_limit(dir: &Path) {
     let results = on_ranks(3, |world| {
         let len = if world.rank() == 1 { 1 << 15 } else { 16 };
@@ -233,8 +232,8 @@ fn a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing() {
     }
     let dir = tempfile::tempdir().unwrap();
     let model = save_small(dir.path(), 10);
-    // The limit is a process's, so the save runs in one of its own, with the signal that announces
-    // it ignored.
+    // The limit applies to a whole process, so the save runs in a separate one, which ignores the
+    // signal of the limit.
     let name =
         "checkpoint::tests::faults::a_disk_that_fills_up_fails_on_every_rank_and_leaves_nothing";
     let output = Command::new("sh")
@@ -268,7 +267,7 @@ fn a_checkpoint_of_another_architecture_is_refused_with_the_first_differences() 
         "embedding.weight (param) has shape [7, 6] in it and [9, 6] in the model",
         "it lacks layers.1.norm.weight (param)",
         "and 7 more differences",
-        "another architecture?",
+        "the architectures differ",
     ] {
         assert!(message.contains(part), "{message}");
     }

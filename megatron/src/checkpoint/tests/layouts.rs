@@ -1,4 +1,4 @@
-//! Any layout saves, any layout loads.
+//! Tests that any layout loads what any layout saves.
 
 use super::*;
 use crate::checkpoint::{Manifest, verify};
@@ -110,8 +110,8 @@ fn tensors_of_several_dtypes_share_a_checkpoint() {
 #[test]
 fn halves_keep_every_bit_and_ranks_that_keep_the_high_ones_alone_round_alike() {
     let dir = tempfile::tempdir().unwrap();
-    // Two ties, of which nearest-even rounds one down; the largest number; a subnormal one; one
-    // that bf16 holds; and zeros.
+    // Two ties, one of which nearest-even rounds down; the largest number; a subnormal; a value
+    // that bf16 represents exactly; and zeros.
     let bits =
         [0x3f80_8000, 0x3f81_8000, 0x7f7f_ffff, 0x8000_0001, 0x4040_0000, 0, 0x8000_0000_u32];
     let values = Tensor::new(bits.map(f32::from_bits).as_slice(), &Device::Cpu).unwrap();

@@ -1,4 +1,4 @@
-//! What the checkpoint tests share: a seeded random source, random models, random layouts of them.
+//! Shared parts of the checkpoint tests: a seeded random source, random models and random layouts.
 
 mod background;
 mod corruption;
@@ -19,7 +19,7 @@ use crate::params::{
 };
 use crate::{Error, Result};
 
-/// SplitMix64 (Steele et al. 2014): enough randomness for tests, the same on every machine.
+/// SplitMix64 (Steele et al. 2014): random enough for tests, the same on every machine.
 pub(super) struct Random(u64);
 
 impl Random {
@@ -45,7 +45,7 @@ impl Random {
     }
 }
 
-/// Marks local elements that no load has written: padding, or an error.
+/// Marks local elements that were not written by a load: padding, or an error.
 const UNTOUCHED: f32 = -1.0;
 const KINDS: [StateKind; 3] = [StateKind::Param, StateKind::ExpAvg, StateKind::ExpAvgSq];
 
@@ -68,8 +68,8 @@ fn spec(name: &str, shape: &[usize], partition: Partition, padded_dim0: usize) -
     }
 }
 
-/// A model with every kind of cut: a padded vocabulary, replicated, by row, by column, fused by row
-/// and by column.
+/// A model with every kind of sharding: a padded vocabulary, replicated, by row, by column, fused
+/// by row and by column.
 fn model(vocab: usize, num_layers: usize) -> Vec<ParamSpec> {
     let split = |dim, parts| Partition::Split { dim, parts };
     let mut specs =
@@ -85,7 +85,7 @@ fn model(vocab: usize, num_layers: usize) -> Vec<ParamSpec> {
     specs
 }
 
-/// How a model is cut: tp fastest, then dp, then pp, as the ranks of a run are.
+/// How a model is sharded: tp varies fastest, then dp, then pp, as for the ranks of a run.
 #[derive(Clone, Debug)]
 struct Layout {
     tp: usize,
@@ -93,10 +93,10 @@ struct Layout {
     /// The stage of each parameter.
     stages: Vec<usize>,
     pp: usize,
-    /// For each parameter and kind where the dp ranks' shares end, in 1/1024 of the flat buffer;
-    /// `None` where dp ranks are copies of each other.
+    /// For each parameter and kind, the ends of the dp ranks' shares, in 1/1024 of the flat buffer;
+    /// `None` if dp ranks are copies of each other.
     zero: Option<Vec<usize>>,
-    /// Of i16 stands for values in halves.
+    /// I16 stands for values in halves.
     dtype: DType,
 }
 
@@ -128,9 +128,9 @@ impl Layout {
         self.tp * self.dp * self.pp
     }
 
-    /// A rank's shards over a buffer per kind, its elements made by `fill(name, kind, pieces, local
-    /// elements)`: all that it holds, or only what it owns, so that every logical element is in one
-    /// rank's shards.
+    /// A rank's shards over one buffer per kind, with elements from `fill(name, kind, pieces, local
+    /// elements)`: all elements that it holds, or only those that it owns, so that every logical
+    /// element is in one rank's shards.
     fn shards(
         &self,
         model: &[ParamSpec],
@@ -191,17 +191,17 @@ impl Layout {
         shards
     }
 
-    /// What a rank saves: the right values, padding untouched.
+    /// The shards that a rank saves: the right values, with padding untouched.
     fn owned(&self, model: &[ParamSpec], rank: usize) -> Vec<ShardRef> {
         self.shards(model, rank, true, fill_right)
     }
 
-    /// What a rank wants filled.
+    /// The shards that a rank loads into.
     fn empty(&self, model: &[ParamSpec], rank: usize) -> Vec<ShardRef> {
         self.shards(model, rank, false, |_, _, _, _, _| {})
     }
 
-    /// What `empty` should be after loading.
+    /// The expected contents of `empty` after loading.
     fn full(&self, model: &[ParamSpec], rank: usize) -> Vec<ShardRef> {
         self.shards(model, rank, false, fill_right)
     }
@@ -226,7 +226,7 @@ fn elements(shard: &ShardRef) -> Vec<f32> {
     shard.data.to_f32().unwrap()
 }
 
-/// Calls `f` on every rank of a world of threads; results in rank order.
+/// Calls `f` on every rank of a world of threads; returns the results in rank order.
 fn on_ranks<T: Send>(size: usize, f: impl Fn(&Group) -> T + Sync) -> Vec<T> {
     threads::run(size, |world| Ok(f(&world))).unwrap()
 }
@@ -238,7 +238,7 @@ fn save_as(dir: &Path, iteration: u64, model: &[ParamSpec], layout: &Layout) -> 
     })
 }
 
-/// Saves one model under one rank: the checkpoint that most tests damage.
+/// Saves one model with one rank: the checkpoint that most tests damage.
 fn save_small(dir: &Path, iteration: u64) -> Vec<ParamSpec> {
     let model = model(7, 1);
     for result in save_as(dir, iteration, &model, &Layout::single(model.len())) {
@@ -247,7 +247,7 @@ fn save_small(dir: &Path, iteration: u64) -> Vec<ParamSpec> {
     model
 }
 
-/// Loads a checkpoint under one rank and says whether every element is right.
+/// Loads a checkpoint with one rank and returns whether every element is right.
 fn load_small(path: &Path, model: &[ParamSpec]) -> Result<bool> {
     let layout = Layout::single(model.len());
     let shards = layout.empty(model, 0);

@@ -1,4 +1,4 @@
-//! Which checkpoint a path means, and what lies around it.
+//! Tests of which checkpoint a path means, and of its parent folder.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -19,7 +19,7 @@ fn a_run_starts_afresh_only_where_there_is_no_checkpoint() {
     let at = |name: &str| dir.path().join(name);
     assert_eq!(resumable(dir.path()).unwrap(), None);
     assert_eq!(resumable(&at("missing")).unwrap(), None);
-    // Such names are given to what is there.
+    // Only existing checkpoints have such names.
     assert!(message(resumable(&at("iter_0000007")).unwrap_err()).contains("holds no checkpoint"));
 
     save_small(dir.path(), 10);
@@ -34,7 +34,7 @@ fn a_run_starts_afresh_only_where_there_is_no_checkpoint() {
     }
     fs::remove_dir_all(at("iter_0000010")).unwrap();
     assert_eq!(resumable(dir.path()).unwrap(), Some(at("iter_0000020")));
-    // Half of a checkpoint is not nothing.
+    // An incomplete checkpoint does not count as missing.
     fs::remove_file(at("iter_0000020/manifest.json")).unwrap();
     assert!(resumable(dir.path()).is_err());
 }
@@ -45,7 +45,8 @@ fn models_of_others_are_not_taken_for_no_checkpoint() {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join(file), "{}").unwrap();
         assert!(
-            message(resumable(dir.path()).unwrap_err()).contains("start from it by --init-from-hf")
+            message(resumable(dir.path()).unwrap_err())
+                .contains("start from it with --init-from-hf")
         );
     }
     for file in ["mp_rank_00", ".metadata", "common.pt"] {
@@ -83,7 +84,7 @@ fn links_and_dots_lead_to_what_lies_beside_a_checkpoint() {
         (one.clone(), "run"),
         (one.join("."), "run"),
         (root.join("best"), "run"),
-        // It has the name that a checkpoint of that folder has, wherever its bytes are.
+        // A link with the name of a checkpoint counts as one in its folder, wherever it points.
         (root.join("collected/iter_0000010"), "collected"),
     ] {
         assert_eq!(checkpoints_folder(&path).unwrap(), root.join(folder), "{}", path.display());
@@ -116,13 +117,12 @@ fn a_step_that_is_asked_for_is_found_and_what_lies_beyond_it() {
     assert_eq!(to_load(&whole(Some(20))).unwrap(), Some(at(20)));
     let refusal = message(to_load(&whole(Some(25))).unwrap_err());
     assert!(
-        refusal.contains(
-            "iter_0000025: is not there; there are checkpoints of the iterations 30, 20, 10"
-        ),
+        refusal.contains("iter_0000025: does not exist; existing iterations are 30, 20, 10"),
         "{refusal}"
     );
     assert!(
-        message(to_load(&config(at(10), Some(10))).unwrap_err()).contains("one iteration's folder")
+        message(to_load(&config(at(10), Some(10))).unwrap_err())
+            .contains("the folder of one iteration")
     );
 
     let beyond = Some(Later { latest: 30, iterations: vec![20, 30] });

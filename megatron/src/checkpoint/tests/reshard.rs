@@ -1,4 +1,4 @@
-//! Resharding: the same state in another layout's files, or nothing at all.
+//! Tests of resharding: the same state in another layout's files, or nothing at all.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +9,7 @@ use super::*;
 use crate::checkpoint::{Float, Manifest, StreamWriter, locate, lock_folder, reshard, verify};
 use crate::params::ParamShare;
 
-/// What each rank of a layout writes.
+/// The shares that each rank of a layout writes.
 fn plan(model: &[ParamSpec], layout: &Layout) -> Vec<Vec<ParamShare>> {
     let of_rank = |rank| {
         let shards =
@@ -168,14 +168,14 @@ fn a_folder_that_holds_a_checkpoint_is_left_alone() {
     for there in ["iter_0000010", "iter_0000007", ".iter_0000003.old"] {
         fs::create_dir_all(whole(there)).unwrap();
         let message = message(case.run().unwrap_err());
-        assert!(message.contains(there) && message.contains("is there already"), "{message}");
+        assert!(message.contains(there) && message.contains("already exists"), "{message}");
         assert_eq!(names(&case.to()), [there]);
         fs::remove_dir(whole(there)).unwrap();
     }
     let source = Manifest::read(&case.from()).unwrap();
     let onto_itself =
         reshard(&source, &case.dir.path().join("from"), &source.state, vec![], &[], &mut |_| true);
-    assert!(message(onto_itself.unwrap_err()).contains("is there already"));
+    assert!(message(onto_itself.unwrap_err()).contains("already exists"));
     verify(&case.from()).unwrap();
 }
 
@@ -207,7 +207,7 @@ fn sidecar_files_are_copied_and_never_replace_other_files() {
     assert!(message.contains("move this file away"), "{message}");
     assert_eq!(names(&case.to()), ["tokenizer.json"]);
     assert_eq!(fs::read_to_string(&there).unwrap(), "another");
-    // The same file, be it a link, may be there, and nothing happens to it.
+    // The same file, or a link to it, may already exist and is not changed.
     for link in [true, false] {
         fs::remove_dir_all(case.to()).unwrap();
         fs::create_dir(case.to()).unwrap();
@@ -228,7 +228,7 @@ fn sidecar_files_are_copied_and_never_replace_other_files() {
 #[test]
 fn a_folder_into_which_a_run_saves_is_left_alone() {
     let case = Case::new();
-    // What the run is about to write.
+    // A temporary folder that the run is about to use.
     fs::create_dir_all(case.to().join(".iter_0000003.tmp")).unwrap();
     let dir = case.to();
     let run = || lock_folder(&dir, &threads::world(1)[0]);
@@ -238,17 +238,17 @@ fn a_folder_into_which_a_run_saves_is_left_alone() {
     };
     for refused in [case.run().map(drop), streamed().map(drop)] {
         let message = message(refused.unwrap_err());
-        assert!(message.contains("another run saves at this moment"), "{message}");
+        assert!(message.contains("another run is saving there"), "{message}");
         assert_eq!(names(&dir), [".iter_0000003.tmp"]);
     }
     drop(held);
-    // And the other way round.
+    // And the reverse.
     let writer = streamed().unwrap();
-    assert!(message(run().unwrap_err()).contains("another run saves"));
+    assert!(message(run().unwrap_err()).contains("another run is saving"));
     drop(writer);
     case.run().unwrap();
     let message = message(streamed().map(drop).unwrap_err());
-    assert!(message.contains("is there already"), "{message}");
+    assert!(message.contains("already exists"), "{message}");
 }
 
 #[test]
@@ -281,7 +281,7 @@ fn a_checkpoint_is_found_by_its_own_folder_by_iteration_and_by_the_pointer() {
     assert_eq!(locate(dir.path(), Some(10)).unwrap(), ten);
     assert_eq!(locate(&ten, None).unwrap(), ten);
     assert!(
-        message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: is not there")
+        message(locate(dir.path(), Some(30)).unwrap_err()).contains("iter_0000030: does not exist")
     );
-    assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("one iteration's folder"));
+    assert!(message(locate(&ten, Some(20)).unwrap_err()).contains("the folder of one iteration"));
 }

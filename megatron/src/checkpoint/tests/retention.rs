@@ -1,4 +1,4 @@
-//! Which checkpoints stay once a newer one is complete.
+//! Tests of which checkpoints stay after a newer one is complete.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ fn retention(interval: Option<u64>, most_recent: Option<u64>) -> Retention {
     Retention { interval, most_recent }
 }
 
-/// The steps whose checkpoints are in `dir`. Nothing else is, but for the pointer.
+/// The steps of the checkpoints in `dir`, which holds nothing else except the pointer.
 fn steps(dir: &Path) -> Vec<u64> {
     let names = names(dir);
     let steps: Vec<u64> =
@@ -72,7 +72,7 @@ fn later_steps_and_the_checkpoint_that_is_named_to_be_loaded_stay() {
         [1]
     );
     assert_eq!(steps(dir.path()), [2, 4, 6]);
-    // The folder around them says nothing of the one.
+    // A parent folder does not name the loaded checkpoint.
     assert_eq!(
         remove_old(dir.path(), 4, &retention(None, Some(1)), Some(dir.path()), |_| true).unwrap(),
         [2]

@@ -26,7 +26,7 @@ fn read_ranges(t: &Tensor, ranges: impl IntoIterator<Item = Range<usize>>) -> Re
     Ok(with_bytes(t, "send", |all| {
         let copy = |range: Range<usize>| all.get(range).map(|part| Arc::new(part.to_vec()));
         let parts: Option<Vec<Payload>> = ranges.into_iter().map(copy).collect();
-        parts.ok_or_else(|| kernels::Error::shape("send", "a part beyond the end of the tensor"))
+        parts.ok_or_else(|| kernels::Error::shape("send", "a part past the end of the tensor"))
     })?)
 }
 

@@ -79,7 +79,8 @@ impl Core {
         ranks.sort_unstable_by_key(|(rank, _)| *rank);
         let [(low, first), (high, second)] = ranks;
         Error::comm(format!(
-            "{}: rank {low} called {first} but rank {high} called {second}; all ranks must issue the same operations in the same order",
+            "{}: rank {low} called {first}, but rank {high} called {second}; all ranks must issue \
+             the same operations in the same order",
             self.label(),
         ))
     }

@@ -135,7 +135,7 @@ impl EndpointGroup {
             return refuse(&format!("a tensor of shape {:?} is not contiguous", t.dims()));
         }
         if t.device().is_metal() {
-            return refuse("the tensor is neither on the CPU nor on a GPU of NVIDIA's");
+            return refuse("the tensor is neither on the CPU nor on an NVIDIA GPU");
         }
         Ok(())
     }
@@ -359,8 +359,8 @@ impl Communicator for EndpointGroup {
                 })?;
             if its_name != name {
                 return Err(Error::comm(format!(
-                    "{}: rank {} splits off group {name} but rank {} splits off group {its_name}; all ranks must split \
-                     in the same order",
+                    "{}: rank {} creates group {name}, but rank {} creates group {its_name}; all \
+                     ranks must split in the same order",
                     self.core.label(),
                     self.core.endpoint.rank,
                     self.core.ranks[rank],

@@ -33,7 +33,7 @@ impl Receive {
         let Message { header, payload, block } = core.wait(*src, key, call, &[])?;
         if !header.call.same_elements(call) {
             return Err(Error::comm(format!(
-                "{}: rank {} sent a {} but rank {} receives {}×{}",
+                "{}: rank {} sent a {}, but rank {} receives {}×{}",
                 core.label(),
                 core.ranks[*src],
                 header.call,

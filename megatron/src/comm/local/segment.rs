@@ -90,7 +90,7 @@ impl Segment {
         let refused = |e: std::io::Error| {
             // The file is sparse, but limits on file sizes count its full length.
             let advice = if e.raw_os_error() == Some(libc::EFBIG) {
-                "; the limit of file sizes applies to it: `ulimit -f unlimited` where rank 0 starts"
+                "; the limit on file sizes applies to it: run `ulimit -f unlimited` where rank 0 starts"
             } else {
                 ""
             };
@@ -142,7 +142,7 @@ impl Segment {
         let len = there.len();
         if len != total_bytes(size) as u64 {
             return Err(refused(format!(
-                "it has {len} bytes, not the {} of a world of {size}",
+                "it has {len} bytes, but a world of {size} ranks needs {}",
                 total_bytes(size)
             )));
         }
@@ -221,7 +221,7 @@ impl Segment {
         // Two processes writing the same rings and windows would corrupt the results of all ranks.
         slot.pid.compare_exchange(0, this.pid, Ordering::AcqRel, Ordering::Acquire).map_err(|other| {
             Error::config(format!(
-                "another process (pid {other}) also joined as rank {}; give every process a rank of its own",
+                "another process (pid {other}) also joined as rank {}; give every process a different rank",
                 self.rank
             ))
         })?;

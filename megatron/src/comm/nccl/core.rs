@@ -200,7 +200,7 @@ impl Core {
             if start.elapsed() > timeout {
                 let label = self.label();
                 return Err(Error::comm(format!(
-                    "{what} on {label}: a peer has not come within {timeout:?}; it hangs or is elsewhere"
+                    "{what} on {label}: a peer did not arrive within {timeout:?}; it hangs or runs a different operation"
                 )));
             }
         }

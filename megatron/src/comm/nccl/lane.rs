@@ -231,11 +231,7 @@ impl Worker {
                 let message = Tensor::zeros(ID_BYTES, DType::U8, &Device::Cpu)?;
                 self.host.recv(&message, self.peer, tag)?.wait()?;
                 let id = message.to_vec1::<u8>()?;
-                (
-                    1,
-                    id.try_into()
-                        .map_err(|_| Error::comm("a lane's identity has the wrong length"))?,
-                )
+                (1, id.try_into().map_err(|_| Error::comm("a lane's id has the wrong length"))?)
             }
         };
         let comm = Comm::join(&self.context, &id, 2, rank)?;

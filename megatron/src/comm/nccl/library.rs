@@ -90,7 +90,7 @@ fn text(result: sys::ncclResult_t) -> String {
 pub fn version() -> Result<i32> {
     if !kernels::tensor::gpu::missing_libraries(&["nccl"]).is_empty() {
         return Err(Failed::Here(
-            "NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to where it is".to_string(),
+            "NCCL (libnccl.so.2) not found; set LD_LIBRARY_PATH to its folder".to_string(),
         ));
     }
     let mut version = 0;
@@ -110,7 +110,7 @@ pub fn unique_id() -> Result<[u8; ID_BYTES]> {
     // SAFETY: one result.
     match unsafe { sys::ncclGetUniqueId(&mut id) } {
         sys::ncclResult_t::ncclSuccess => Ok(id.internal.map(|c| c as u8)),
-        result => Err(Failed::Here(format!("NCCL cannot make an identity: {}", text(result)))),
+        result => Err(Failed::Here(format!("NCCL cannot create a unique id: {}", text(result)))),
     }
 }
 

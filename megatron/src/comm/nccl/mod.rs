@@ -117,7 +117,7 @@ pub fn world(host: Group, device: &Device, timeout: Duration) -> Result<Group> {
         Core::connected(host.clone(), comm, &context, &watchdog, first_sum)
     };
     // NCCL does not report a rank that failed before it joined.
-    let tell = |e: &Error| host.abort(&format!("it cannot compute with others on its GPU: {e}"));
+    let tell = |e: &Error| host.abort(&format!("it cannot use its GPU with other ranks: {e}"));
     let core = if host.size() > 1 { Some(connect().inspect_err(tell)?) } else { None };
     Ok(Arc::new(NcclGroup { host, core, context, lanes: Mutex::default() }))
 }
@@ -148,7 +148,7 @@ impl NcclGroup {
         let on_gpu = tensors.iter().filter(|t| t.device().is_cuda()).count();
         if on_gpu != 0 && on_gpu != tensors.len() {
             return Err(Error::comm(format!(
-                "{}: one tensor is on a GPU, one on the CPU",
+                "{}: one tensor is on a GPU, another on the CPU",
                 self.on(what)
             )));
         }
@@ -309,7 +309,7 @@ impl Communicator for NcclGroup {
                 })
             }
             _ => Err(Error::comm(format!(
-                "{}: only the root, {root}, passes the whole",
+                "{}: only the root, rank {root}, passes the whole tensor",
                 self.on("gather")
             ))),
         }
@@ -336,7 +336,7 @@ impl Communicator for NcclGroup {
                 })
             }
             _ => Err(Error::comm(format!(
-                "{}: only the root, {root}, passes the whole",
+                "{}: only the root, rank {root}, passes the whole tensor",
                 self.on("scatter")
             ))),
         }

@@ -161,7 +161,7 @@ impl Watchdog {
         let late = lock(&core.in_flight).iter().find(is_late).map(|operation| operation.what)?;
         let seconds = self.timeout.as_secs_f64();
         Some(format!(
-            "{late} on {} was not done within {seconds:.0} s: a peer hangs or is elsewhere",
+            "{late} on {} did not finish within {seconds:.0} s: a peer hangs or runs a different operation",
             core.label()
         ))
     }

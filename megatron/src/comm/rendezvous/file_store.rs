@@ -29,7 +29,7 @@ impl FileStore {
         if let Some(why) = exposed(&dir).map_err(|e| Error::io("look at", &dir, e))? {
             let dir = dir.display();
             return Err(Error::config(format!(
-                "rendezvous: the folder {dir} {why}, or name another folder for ranks to meet in"
+                "rendezvous: the folder {dir} {why}, or give ranks another folder to meet in"
             )));
         }
         Ok(Self { dir, written: AtomicU64::new(0) })

@@ -142,7 +142,7 @@ fn read_members(store: &dyn Store, nonce: u64, size: usize) -> Result<Vec<Member
         return Ok(members);
     }
     Err(Error::comm(format!(
-        "rendezvous: rank 0 told of {} members where the world has {size}",
+        "rendezvous: rank 0 lists {} members, but the world has {size}",
         members.len()
     )))
 }
@@ -191,7 +191,7 @@ pub(crate) fn join(
 fn duplicate_rank(info: &RankInfo, rank: usize) -> String {
     let name = info.variables.rank;
     format!(
-        "rendezvous: another process also joined as {name}={rank}; give every process a {name} of its own"
+        "rendezvous: another process also joined as {name}={rank}; give every process a different {name}"
     )
 }
 
@@ -240,7 +240,8 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
         for (rank, member) in &members {
             if member.world_size != info.world_size {
                 return Ok(Some(Verdict::Refused(format!(
-                    "rendezvous: rank 0 was started with {name}={} but rank {rank} with {name}={}",
+                    "rendezvous: rank 0 was started with {name}={}, but rank {rank} with \
+                     {name}={}; start all ranks with the same value",
                     info.world_size,
                     member.world_size,
                     name = info.variables.world_size
@@ -248,8 +249,8 @@ fn lead(joining: Joining) -> Result<(u64, Verdict)> {
             }
             if member.backend != me.backend {
                 return Ok(Some(Verdict::Refused(format!(
-                    "rendezvous: rank 0 was started with --distributed-backend {} but rank {rank} with {}; start all \
-                     ranks with the same",
+                    "rendezvous: rank 0 was started with --distributed-backend {}, but rank {rank} \
+                     with {}; start all ranks with the same backend",
                     me.backend, member.backend
                 ))));
             }
@@ -314,7 +315,7 @@ impl ForeignProcesses {
             if read::<u64>(store.open(), &heard(rank))? == Some(token) {
                 self.told = true;
                 waiting.say(&format!(
-                    "a process that wanted to join as rank {rank} was refused: {how}; {ONE_SECRET}"
+                    "a process that tried to join as rank {rank} was refused: {how}; {ONE_SECRET}"
                 ));
                 break;
             }

@@ -204,7 +204,7 @@ fn number(key: &str, value: Option<&[u8]>) -> Result<i64> {
     let Some(value) = value else { return Ok(0) };
     let text = printable(value);
     text.parse().map_err(|_| {
-        Error::comm(format!("rendezvous key {} holds no number but {text:.40}", printable(key)))
+        Error::comm(format!("rendezvous key {} holds {text:.40}, not a number", printable(key)))
     })
 }
 
@@ -330,11 +330,14 @@ pub fn init(
     let link: Box<dyn Link> = match (backend, elsewhere, listener) {
         (Backend::Local, Some((rank, member)), _) => {
             let host = match member.host == info.host {
-                true => format!("{} too, but in another container or of another boot", member.host),
+                true => {
+                    format!("{} too, but in another container or from another boot", member.host)
+                }
                 false => member.host.clone(),
             };
             return Err(Error::config(format!(
-                "the local backend needs all ranks on one host, but rank {} is on {} and rank {rank} on {host}; use tcp",
+                "the local backend needs all ranks on one host, but rank {} is on {} and rank \
+                 {rank} on {host}; use --distributed-backend tcp",
                 info.rank, info.host
             )));
         }

@@ -287,7 +287,7 @@ impl Shared {
                 .peer_addr()
                 .map_or_else(|_| "somewhere".into(), |address| address.ip().to_string());
             notify(&format!(
-                "a process at {who} that wanted to join was refused: {mismatch}; if it is a rank, {ONE_SECRET}"
+                "a process at {who} that tried to join was refused: {mismatch}; if it is a rank, {ONE_SECRET}"
             ));
         }
     }

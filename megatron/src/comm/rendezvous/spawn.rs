@@ -75,7 +75,7 @@ pub fn spawn_with(
         return result;
     }
     if ranks == 0 {
-        return Err(Error::config("a world has one rank at least, not 0"));
+        return Err(Error::config("a world has at least one rank"));
     }
     let failed = |what: &str, source| Error::comm(format!("cannot {what}: {source}"));
     let program = std::env::current_exe().map_err(|e| failed("find this program", e))?;
@@ -119,7 +119,7 @@ impl Children {
             for (rank, status) in self.ended()? {
                 if !status.success() {
                     return Err(Error::comm(format!(
-                        "rank {rank} ended with {status}; the others are stopped"
+                        "rank {rank} ended with {status}; the other ranks are stopped"
                     )));
                 }
             }

@@ -95,15 +95,13 @@ impl TcpStore {
                 },
                 Err(e) if left <= pause => {
                     return Err(Error::comm(format!(
-                        "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 runs and that \
-                         MASTER_ADDR and MASTER_PORT are right",
+                        "rendezvous: cannot reach {address} within {:.0} s: {e}; check that rank 0 \
+                         is running, and check MASTER_ADDR and MASTER_PORT",
                         timeout.as_secs_f64()
                     )));
                 }
                 Err(e) => {
-                    waiting.notify(|| {
-                        format!("waiting for rank 0, which is to be found at {address}: {e}")
-                    });
+                    waiting.notify(|| format!("waiting for rank 0 at {address}: {e}"));
                     std::thread::sleep(pause);
                 }
             }
@@ -117,8 +115,8 @@ impl TcpStore {
                 "rendezvous: the store at {address} refuses this rank: {e}; {ONE_SECRET}"
             )),
             io::ErrorKind::QuotaExceeded => Error::comm(format!(
-                "rendezvous: the store at {address} turned this rank away: {e}; raise the limit of open files \
-                 (`ulimit -n`) where rank 0 or the launcher starts"
+                "rendezvous: the store at {address} rejected this rank: {e}; raise the limit on \
+                 open files (`ulimit -n`) where rank 0 or the launcher starts"
             )),
             _ => Error::config(format!(
                 "rendezvous: {address} does not answer as a rendezvous store: {e}; choose a MASTER_PORT that no other \
@@ -139,7 +137,7 @@ impl TcpStore {
                 let seconds = GREETING_TIMEOUT.as_secs();
                 io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("it accepts connections, but says nothing for {seconds} s"),
+                    format!("it accepts connections, but sends nothing for {seconds} s"),
                 )
             }
             _ => e,

@@ -49,7 +49,7 @@ fn read_array<const N: usize>(from: &mut impl Read) -> io::Result<[u8; N]> {
 
 fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u8>> {
     if len > most {
-        return Err(invalid(format!("{len} bytes where {most} are the most")));
+        return Err(invalid(format!("{len} bytes, but at most {most} are allowed")));
     }
     let mut bytes = vec![0; len];
     from.read_exact(&mut bytes)?;
@@ -59,10 +59,9 @@ fn read_bytes(from: &mut impl Read, len: usize, most: usize) -> io::Result<Vec<u
 pub(in crate::comm) fn read_greeting(from: &mut impl Read) -> io::Result<()> {
     match &read_array::<8>(from)? {
         GREETING => Ok(()),
-        FULL => Err(io::Error::new(
-            io::ErrorKind::QuotaExceeded,
-            "it has no room for one more connection",
-        )),
+        FULL => {
+            Err(io::Error::new(io::ErrorKind::QuotaExceeded, "it cannot take another connection"))
+        }
         _ => Err(invalid("it is another program")),
     }
 }

@@ -1,4 +1,4 @@
-//! How a run ends, and which checkpoints it leaves.
+//! Checks of how a run ends, and of which checkpoints it keeps.
 
 use super::Check;
 use crate::config::{CheckpointConfig, RunConfig};
@@ -12,7 +12,7 @@ impl Check<'_> {
             self.positive_steps(key, value);
             self.require(value.is_none() || checkpoint.save.is_some(), |c| {
                 format!(
-                    "{} keeps checkpoints, and none are saved; set save",
+                    "{} has no effect: no checkpoints are saved; set save",
                     c.cite(key, value.unwrap_or(0))
                 )
             });
@@ -21,7 +21,7 @@ impl Check<'_> {
         {
             self.require(retained.is_multiple_of(saved), |c| {
                 format!(
-                    "{} must be a multiple of {}: {retained} mod {saved} = {}; other steps have no checkpoint that could stay",
+                    "{} must be a multiple of {}: {retained} mod {saved} = {}; other steps have no checkpoint to keep",
                     c.cite("save_retain_interval", retained),
                     c.cite("save_interval", saved),
                     retained % saved
@@ -40,7 +40,7 @@ impl Check<'_> {
         });
         self.require(!t.skip_train || run.logging.eval_iters > 0, |c| {
             format!(
-                "{} leaves the evaluation, and {} turns that off; leave one out",
+                "{} only evaluates, but {} turns evaluation off; leave one out",
                 c.cite("skip_train", true),
                 c.cite("eval_iters", 0)
             )

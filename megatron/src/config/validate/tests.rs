@@ -1,4 +1,4 @@
-//! Every equation, broken once.
+//! Breaks every equation once.
 
 use std::path::PathBuf;
 
@@ -172,16 +172,16 @@ fn every_broken_equation_is_named_with_its_numbers() {
             },
             "reset_position_ids = true changes nothing",
         ),
-        (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must lie in [0, 1)"),
+        (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must be in [0, 1)"),
         (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
         (|c| c.model.num_layers = 3, "num_layers = 3 cannot fill 4 stages"),
         (
             |c| c.parallel.partition = PartitionMethod::Explicit(vec![4, 4]),
-            "names 2 stages, and there are 4",
+            "lists 2 stages, but there are 4",
         ),
         (
             |c| c.parallel.partition = PartitionMethod::Explicit(vec![2, 2, 2, 1]),
-            "deals 7 layers, and num_layers = 8",
+            "distributes 7 layers, but num_layers = 8",
         ),
         (
             |c| c.parallel.context_parallel_size = 5,
@@ -222,7 +222,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
             "start_weight_decay = -0.1 must be a finite number that is not negative",
         ),
         (|c| c.data.mock = true, "mock_data = true and data_path = text are two sources of data"),
-        (|c| c.data.data_path.clear(), "data_path names no data"),
+        (|c| c.data.data_path.clear(), "data_path is empty"),
         (
             |c| c.training.exit_duration_in_mins = Some(0.0),
             "exit_duration_in_mins = 0 must be a finite number above 0",
@@ -233,11 +233,11 @@ fn every_broken_equation_is_named_with_its_numbers() {
         ),
         (
             |c| (c.training.skip_train, c.logging.eval_iters) = (true, 0),
-            "skip_train = true leaves the evaluation, and eval_iters = 0 turns that off",
+            "skip_train = true only evaluates, but eval_iters = 0 turns evaluation off",
         ),
         (
             |c| c.checkpoint.retention.most_recent = Some(2),
-            "most_recent_k = 2 keeps checkpoints, and none are saved",
+            "most_recent_k = 2 has no effect: no checkpoints are saved",
         ),
         (|c| retain(c, 0), "save_retain_interval = 0 must be at least 1"),
         (
@@ -267,7 +267,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 (c.parallel.schedule, c.parallel.delay_wgrad_compute) =
                     (ScheduleKind::OneFOneB, true);
             },
-            "delay_wgrad_compute = true changes nothing",
+            "delay_wgrad_compute = true fills the time",
         ),
         (
             |c| {
@@ -275,7 +275,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                     (1, 1);
                 (c.parallel.schedule, c.parallel.extra_warmup) = (ScheduleKind::OneFOneB, 1);
             },
-            "pipeline_extra_warmup = 1 changes nothing",
+            "pipeline_extra_warmup = 1 has no effect",
         ),
         (|c| c.parallel.extra_warmup = 2, "pipeline_extra_warmup = 2 is for the 1f1b schedule"),
         (
@@ -283,7 +283,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 c.optimizer.kind = OptimizerKind::Sgd;
                 c.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
             },
-            "exp_avg_sq_dtype = bf16 is of Adam's moments, and the optimizer is SGD",
+            "exp_avg_sq_dtype = bf16 is for Adam's moments, but the optimizer is SGD",
         ),
         (
             |c| c.training.grad_reduce_in_bf16 = true,
@@ -315,8 +315,8 @@ fn every_broken_equation_is_named_with_its_numbers() {
     }
 }
 
-/// Every batch of a growth has to do for the layout; the valid run's needs multiples of 8 (2·2·2:
-/// mbs·dp, and pp microbatches of it).
+/// Every batch size of a ramp-up must fit the layout; the valid run needs multiples of 8 (2·2·2:
+/// mbs·dp, and pp microbatches).
 #[test]
 fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     let growing = |start, increment, samples| {
@@ -364,7 +364,7 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
         ),
         "{message}"
     );
-    // Without an interleaved schedule any number of microbatches will do.
+    // Without an interleaved schedule, any number of microbatches is valid.
     let mut plain = growing(4, 4, 100);
     (plain.parallel.schedule, plain.parallel.virtual_pipeline_size) = (ScheduleKind::OneFOneB, 1);
     plain.validate().unwrap();

@@ -23,8 +23,8 @@ impl Check<'_> {
         let per_microbatch = mbs.saturating_mul(dp);
         self.require(per_microbatch == 0 || gbs / per_microbatch <= MOST_MICROBATCHES, |c| {
             format!(
-                "{} makes {} microbatches a step, and a schedule has at most {MOST_MICROBATCHES}; raise micro_batch_size or \
-                 data_parallel_size",
+                "{} makes {} microbatches per step, but a schedule has at most \
+                 {MOST_MICROBATCHES}; raise micro_batch_size or data_parallel_size",
                 c.cite("global_batch_size", gbs),
                 gbs / per_microbatch
             )
@@ -36,8 +36,8 @@ impl Check<'_> {
             let (num_microbatches, pp) = (gbs / per_microbatch, p.pipeline_model_parallel_size);
             self.require(pp == 0 || num_microbatches.is_multiple_of(pp), |c| {
                 format!(
-                    "the interleaved schedule needs a multiple of {} microbatches per step, and there are \
-                     {num_microbatches} ({} / ({} · {}))",
+                    "the interleaved schedule needs a multiple of {} microbatches per step, but \
+                     there are {num_microbatches} ({} / ({} · {}))",
                     c.cite("pipeline_model_parallel_size", pp),
                     c.cite("global_batch_size", gbs),
                     c.cite("micro_batch_size", mbs),
@@ -60,18 +60,18 @@ impl Check<'_> {
         }
     }
 
-    /// Every batch on the way to the run's own must do for the layout, which holds if the first and
-    /// the increment do.
+    /// Every batch size up to the full one must fit the layout; this holds if the first size and
+    /// the increment fit.
     fn rampup(&mut self, rampup: &BatchSizeRampup, t: &TrainingConfig, p: &ParallelConfig) {
         let BatchSizeRampup { start, increment, samples } = *rampup;
         let cited = self.cite("rampup_batch_size", format_args!("{start} {increment} {samples}"));
         let gbs = t.global_batch_size;
         self.require(start > 0 && increment > 0 && samples > 0, |_| {
-            format!("{cited}: the first batch, the increment and the number of samples must each be at least 1")
+            format!("{cited}: the first batch size, the increment and the number of samples must each be at least 1")
         });
         self.require(start < gbs, |c| {
             format!(
-                "{cited} begins with {start} samples a step, which must be fewer than {}; leave it out where the batch is not to grow",
+                "{cited} starts with {start} samples per step, which must be below {}; leave it out for a constant batch size",
                 c.cite("global_batch_size", gbs)
             )
         });
@@ -85,7 +85,7 @@ impl Check<'_> {
         });
         self.require(t.train_samples.is_some(), |c| {
             format!(
-                "with {cited} steps have different numbers of samples: give the run's length in samples, train_samples instead of {}",
+                "with {cited}, steps have different numbers of samples: set train_samples instead of {}",
                 c.cite("train_iters", t.train_iters)
             )
         });
@@ -102,8 +102,9 @@ impl Check<'_> {
         self.require(fits(start) && fits(increment), |c| {
             let whole = if interleaved { "a multiple of the stages in " } else { "" };
             format!(
-                "{cited}: the first batch and the increment must be multiples of {unit} ({}), so that every step has {whole}whole microbatches; \
-                 {start} mod {unit} = {}, {increment} mod {unit} = {}",
+                "{cited}: the first batch size and the increment must be multiples of {unit} ({}), \
+                 so that every step has {whole}whole microbatches; {start} mod {unit} = {}, \
+                 {increment} mod {unit} = {}",
                 c.cite_all(&factors),
                 start % unit,
                 increment % unit
@@ -114,7 +115,7 @@ impl Check<'_> {
     pub(super) fn precision(&mut self, t: &TrainingConfig) {
         self.require(!t.grad_reduce_in_bf16 || t.precision == Precision::Bf16, |c| {
             format!(
-                "{} is a setting of bf16, and the run is in {}",
+                "{} is a setting of bf16, but the run is in {}",
                 c.cite("grad_reduce_in_bf16", true),
                 t.precision
             )

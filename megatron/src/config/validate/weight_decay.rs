@@ -1,4 +1,4 @@
-//! Weight decay, the same all along or growing.
+//! Checks of weight decay, constant or growing.
 
 use super::{Check, OptimizerConfig};
 
@@ -8,12 +8,12 @@ impl Check<'_> {
         let Some(increase) = &o.weight_decay_increase else { return };
         self.non_negative("start_weight_decay", increase.start);
         self.non_negative("end_weight_decay", increase.end);
-        // As in Megatron-LM: it is an increase.
+        // As in Megatron-LM, weight decay can only increase.
         self.require(
             increase.start <= increase.end || increase.start.is_nan() || increase.end.is_nan(),
             |c| {
                 format!(
-                    "{} exceeds {}, and the weight decay grows from the one to the other",
+                    "{} exceeds {}, but weight decay can only grow",
                     c.cite("start_weight_decay", increase.start),
                     c.cite("end_weight_decay", increase.end)
                 )

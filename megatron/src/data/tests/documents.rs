@@ -1,8 +1,8 @@
-//! Documents become the ids of one call of the tokenizer on the whole of them, however they are
-//! read.
+//! Tests that documents become the ids of one call of the tokenizer on the whole document, however
+//! they are read.
 //!
-//! The tokenizers, and what transformers says of texts, are made by
-//! `tests/fixtures/tokenizers/make_tokenizers.py`.
+//! `tests/fixtures/tokenizers/make_tokenizers.py` creates the tokenizers and the results of
+//! transformers.
 
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
@@ -15,8 +15,7 @@ use crate::Result;
 use crate::config::TokenizerOptions;
 use crate::data::{Corpus, Part, Parts, SplitPoints, Tokenizer, tokenize};
 
-/// What texts are made of: whatever a tokenizer may see in a line's end, in white space, and in
-/// what it cuts out first.
+/// Pieces of test texts: all kinds of line breaks, white space and added tokens.
 const PIECES: [&str; 62] = [
     " ",
     " ",
@@ -101,7 +100,7 @@ fn sequences(tokenizer: &Tokenizer, parts: &[Part]) -> Vec<Vec<u32>> {
     parts.iter().flat_map(|part| tokenizer.encode_part(part).unwrap()).collect()
 }
 
-/// All names, and whether documents are cut before they are tokenized.
+/// All names, and whether documents are cut before tokenizing.
 const TOKENIZERS: [(&str, bool); 14] = [
     ("gpt2", true),
     ("neox", true),
@@ -133,7 +132,7 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
             let mut random = Random(5);
             let (mut texts, mut parts_of_all, mut sequences_of_all) = (0, 0, 0);
             for _ in 0..60 {
-                // Mostly a few kinds of pieces, so that rare neighbours meet.
+                // Mostly a few kinds of pieces, so that rare combinations occur.
                 let kinds: Vec<&str> = (0..6).map(|_| PIECES[random.below(PIECES.len())]).collect();
                 let piece = |random: &mut Random| match random.below(3) {
                     0 => PIECES[random.below(PIECES.len())],
@@ -165,7 +164,7 @@ fn the_parts_of_a_document_have_the_ids_of_one_call_on_the_whole() {
     }
 }
 
-/// Every place where a text may be cut, not only those that are near the end of a paragraph.
+/// Tests every place where a text may be cut, not only those near the end of a paragraph.
 #[test]
 fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
     for (name, _) in TOKENIZERS {
@@ -179,7 +178,7 @@ fn wherever_a_text_may_be_cut_its_ids_stay_the_same() {
             let whole = tokenizer.encode(&text).unwrap();
             for at in (1..text.len()).filter(|&at| text.is_char_boundary(at)) {
                 if !split_points.allow(&text, at, true) {
-                    // Nor is it before all of the text is there.
+                    // Nor may it be cut before all of the text is available.
                     let mut ends = (at + 1..text.len()).filter(|&end| text.is_char_boundary(end));
                     assert!(
                         !ends.any(|end| split_points.allow(&text[..end], at, false)),
@@ -229,7 +228,7 @@ fn what_transformers_makes_of_texts_is_what_is_made_of_them_here() {
             case["size"].as_u64().unwrap(),
             "{name}"
         );
-        // A copy beside checkpoints is the same, with nothing but what is written there.
+        // A copy beside checkpoints is the same, using only the files written there.
         let saved = tempfile::tempdir().unwrap();
         open(folder.path(), false).save_into(saved.path()).unwrap();
         for folder in [folder.path(), saved.path()] {
@@ -258,7 +257,7 @@ fn a_text_file_has_the_tokens_of_the_same_text_anywhere_else() {
         let sequences = (0..dataset.num_sequences()).map(|i| dataset.read_sequence(i).unwrap());
         let ids = sequences.collect::<Vec<_>>().concat();
         let mut expected = tokenizer.encode_part(&Part::whole(text.into())).unwrap().concat();
-        // One that a tokenizer adds by itself is the only one.
+        // An end that the tokenizer adds itself is the only one.
         if !tokenizer.ends_documents() {
             expected.extend(tokenizer.eod());
         }
@@ -268,7 +267,7 @@ fn a_text_file_has_the_tokens_of_the_same_text_anywhere_else() {
             ["roberta", "unigram", "t5"].contains(&name),
             "{name}"
         );
-        // What goes on is the same but for what ends it.
+        // A prompt has the same tokens except for the end.
         assert!(expected.starts_with(&tokenizer.encode_prompt(text).unwrap()), "{name}");
     }
 }

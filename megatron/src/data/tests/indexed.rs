@@ -1,4 +1,4 @@
-//! Indexed datasets: bytes, round trips, and files that lie.
+//! Tests of indexed datasets: bytes, round trips, and files with false contents.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use super::{Random, dataset, names, write};
 use crate::Error;
 use crate::data::{IndexedDataset, IndexedWriter, TokenType};
 
-/// Two documents of u16 tokens, as Megatron 0.16.1 lays them out: \[\[1, 2, 3\], \[4\]\],
+/// Two documents of u16 tokens, as Megatron 0.16.1 stores them: \[\[1, 2, 3\], \[4\]\],
 /// \[\[300\]\].
 const IDX: &[u8] = &[
     b'M', b'M', b'I', b'D', b'I', b'D', b'X', 0, 0, // magic
@@ -209,7 +209,7 @@ fn a_file_truncated_after_opening_is_an_error() {
     assert!(message.contains("truncated"), "{message}");
 }
 
-/// Whatever the bytes, opening and reading everything ends in tokens or in an error.
+/// For any bytes, opening and reading everything gives tokens or an error.
 #[test]
 fn random_damage_never_panics() {
     let folder = tempfile::tempdir().unwrap();
@@ -219,7 +219,7 @@ fn random_damage_never_panics() {
     for _ in 0..1000 {
         let (mut idx, mut bin) = (IDX.to_vec(), BIN.to_vec());
         for _ in 0..1 + random.below(3) {
-            // The header is where damage is most telling.
+            // Damage to the header has the most effects.
             let at =
                 if random.below(2) == 0 { 9 + random.below(25) } else { random.below(idx.len()) };
             idx[at] = if random.below(2) == 0 {

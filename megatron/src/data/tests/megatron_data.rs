@@ -1,4 +1,4 @@
-//! Orders of samples against those of megatron-core, from `tests/fixtures/megatron_data.py`.
+//! Compares orders of samples with those of megatron-core, from `tests/fixtures/megatron_data.py`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,13 +21,13 @@ struct Fixture {
     seed: u64,
     split: String,
     samples: BTreeMap<String, u64>,
-    /// Where the second dataset of the blends begins.
+    /// Start of the second dataset of the blends.
     cut: usize,
     lengths: Vec<usize>,
     splits: BTreeMap<String, Indices>,
     blends: Vec<Blended>,
     permutations: Vec<Permutation>,
-    /// Text of the documents that the samples here touch.
+    /// Text of the documents in the samples here.
     documents: BTreeMap<usize, String>,
 }
 
@@ -54,7 +54,8 @@ struct Permutation {
     order: Summary,
 }
 
-/// An array: its length, its ends, and SHA-256 of all of it as little-endian 32-bit numbers.
+/// An array: its length, its ends, and the SHA-256 of the whole array as little-endian 32-bit
+/// numbers.
 #[derive(Deserialize, Debug, PartialEq)]
 struct Summary {
     length: usize,
@@ -80,7 +81,7 @@ impl Fixture {
         serde_json::from_str(include_str!("../../../tests/fixtures/megatron_data.json")).unwrap()
     }
 
-    /// The documents `range` as a dataset; those whose text is unknown are zeros.
+    /// The documents `range` as a dataset; documents with unknown text are zeros.
     fn dataset(&self, prefix: &Path, range: std::ops::Range<usize>) -> Arc<IndexedDataset> {
         let document = |at: usize| match self.documents.get(&at) {
             Some(text) => vec![text.bytes().map(u32::from).chain([256]).collect()],
@@ -163,7 +164,7 @@ fn blends_are_megatrons() {
             opener.source(VALID, fixture.samples["valid"]).is_ok()
                 && opener.source(TEST, 1).is_ok()
         );
-        // The order of a blend depends on weights and size alone.
+        // The order of a blend depends only on weights and size.
         let sizes: Vec<f64> =
             datasets.iter().map(|dataset| one_epoch(&fixture, dataset, folder.path())).collect();
         let weights = expected.weights.clone().unwrap_or(sizes);

@@ -1,4 +1,4 @@
-//! From a configuration to samples.
+//! Tests from a configuration to samples.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -80,7 +80,7 @@ fn a_damaged_cache_is_made_anew() {
         let name = names(&cache).into_iter().find(|name| name.ends_with(suffix)).unwrap();
         let path = cache.join(name);
         let whole = fs::read(&path).unwrap();
-        // Cut short, and with another bit: of the first token, in `.bin`.
+        // Truncated, and with a flipped bit in the first token in `.bin`.
         let flipped = [&[whole[0] ^ 1], &whole[1..]].concat();
         for damaged in [&whole[..5], &flipped] {
             fs::write(&path, damaged).unwrap();
@@ -182,7 +182,7 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
     case(&[&prefix], None, 0, Some(10), &["seq_length is 0"]);
 }
 
-/// A dataset's documents are dealt whole, of text files paragraphs.
+/// Documents of a dataset, and paragraphs of text files, are not cut.
 #[test]
 fn a_part_that_gets_too_little_is_told_with_why() {
     let folder = tempfile::tempdir().unwrap();
@@ -199,14 +199,14 @@ fn a_part_that_gets_too_little_is_told_with_why() {
             (
                 &whole,
                 "9,1",
-                "validation data: --split 9,1 deals whole documents, and there is 1: all of it goes to train",
+                "validation data: --split 9,1 does not cut documents, and there is only 1: all of it goes to train",
                 true,
             ),
             (&whole, "1", "0 to validate, 0 to test (split 1)", false),
             (
                 &cut,
                 "9,1,1",
-                "(split 9,1,1 deals whole paragraphs (sequences), and there are 3: 2 to train, 1 to valid, 0 to test)",
+                "(split 9,1,1 does not cut paragraphs (sequences): of 3, 2 to train, 1 to valid, 0 to test)",
                 false,
             ),
             (&cut, "2,1", "(split 2,1)", false),
@@ -217,7 +217,7 @@ fn a_part_that_gets_too_little_is_told_with_why() {
                 "{order:?} {split}: {found}"
             );
         }
-        // What the user named, rather than what was made of it.
+        // The message names the user's path, not the cached dataset.
         let message = of(&whole, "0,1").err().unwrap().to_string();
         assert!(message.contains("whole.txt: the train split has 0 tokens"), "{message}");
         assert!(message.contains("there is 1: all of it goes to valid"), "{message}");
@@ -236,7 +236,7 @@ fn a_run_prepared_finds_its_caches() {
     assert_eq!(names(&cache), cached);
 }
 
-/// So that a run that goes on with other ids than before says so.
+/// So that a resumed run with other ids than before reports it.
 #[test]
 fn the_same_text_with_other_ids_has_another_fingerprint() {
     let folder = tempfile::tempdir().unwrap();
@@ -268,8 +268,8 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
         for index in 0..20 {
             let tokens = sample(&**a, index);
             assert_eq!(tokens, sample(&**b, index));
-            // They count up, around the end of the vocabulary, and begin anew where a document has
-            // ended.
+            // Tokens count up, wrap around at the end of the vocabulary, and restart after the end
+            // of a document.
             let steps = tokens.windows(2).all(|two| {
                 two[1] == (two[0] + 1) % 50 || two[0] == 49 && two[1] == 1 || two[1] == 49
             });
@@ -280,6 +280,6 @@ fn made_up_data_are_the_same_everywhere_and_documents_of_any_vocabulary() {
     let ends = DataConfig { mock: true, eod_mask_loss: true, ..config(&[], None, here.path()) };
     assert_eq!(open(&ends, 64, 1, Some(50), COUNTS).unwrap().document_ends.unwrap().token, 49);
     let refused = |result: crate::Result<Datasets>| result.err().unwrap().to_string();
-    assert!(refused(mock(here.path(), None, None)).contains("give its size with --vocab-size"));
+    assert!(refused(mock(here.path(), None, None)).contains("give --vocab-size"));
     assert!(refused(mock(here.path(), Some("train:300"), None)).contains("needs text to train on"));
 }

@@ -1,4 +1,4 @@
-//! Orders of samples that a configuration asks for, and blends.
+//! Tests of the orders of samples in a configuration, and of blends.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -89,7 +89,7 @@ fn cyclic_gives_every_sample_once_an_epoch_in_orders_that_differ() {
     assert!(first == expected && second == expected);
 }
 
-/// Position is all there is to resume from.
+/// Resuming needs only the position.
 #[test]
 fn every_order_is_a_function_of_the_position() {
     let folder = tempfile::tempdir().unwrap();
@@ -118,7 +118,7 @@ fn every_order_is_a_function_of_the_position() {
 #[test]
 fn a_blend_takes_from_each_dataset_by_its_weight() {
     let folder = tempfile::tempdir().unwrap();
-    // x counts from 0 to 399; of y, every token is above that.
+    // x counts from 0 to 399; every token of y is larger.
     counting(&folder.path().join("x"), &[10; 40]);
     let high: Vec<_> = (0..40).map(|_| vec![vec![500; 10]]).collect();
     super::dataset(&folder.path().join("y"), crate::data::TokenType::U16, &high);
@@ -178,8 +178,8 @@ fn ranks_that_build_an_order_at_once_build_it_once() {
     });
     assert_eq!(orders.len(), 1);
     let cached = names(&folder.path().join("cache"));
-    // Three splits of two shares that happen to be of one epoch each, and the orders of three
-    // blends, of which two are equal.
+    // Three splits of two shares that are one epoch each, and the orders of three blends, two of
+    // which are equal.
     let is_index = |name: &&String| name.ends_with(".index");
     assert_eq!(
         (cached.iter().filter(is_index).count(), cached.len()),
@@ -202,7 +202,7 @@ fn a_damaged_order_is_made_anew_and_one_that_is_damaged_during_the_run_is_an_err
             fs::write(cache.join(name), bytes).unwrap();
         }
     };
-    // Two samples that changed places lie as well as they did.
+    // Swaps two samples, which keeps the file well-formed.
     let last_two = |bytes: &mut Vec<u8>| bytes[..].last_chunk_mut::<8>().unwrap().rotate_left(4);
     for how in [&|bytes: &mut Vec<u8>| bytes.truncate(100), &last_two as &dyn Fn(&mut Vec<u8>)] {
         damage(how);

@@ -1,5 +1,5 @@
-//! Encoding word by word: the tokens are those of the tokenizers crate, and what it is not made for
-//! is left to that.
+//! Tests of encoding word by word: the tokens are those of the tokenizers crate, and unsupported
+//! tokenizers are left to it.
 
 use std::str::FromStr;
 
@@ -9,7 +9,7 @@ use super::Random;
 use crate::data::bpe::train_bpe;
 use crate::data::pretokenizer_cache::PretokenizerCache;
 
-/// Pieces of text that meet every alternative of the expressions, whole and cut.
+/// Pieces of text for every alternative of the expressions, complete and cut.
 const PIECES: [&str; 40] = [
     " ",
     " ",
@@ -52,7 +52,7 @@ const PIECES: [&str; 40] = [
     "<tool>",
     "<to",
 ];
-/// How Llama 3 cuts text into words; Qwen2 takes single digits.
+/// The expression that splits text into words for Llama 3; Qwen2's takes single digits.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 fn trained() -> serde_json::Value {
@@ -73,8 +73,8 @@ fn split(pattern: &str) -> serde_json::Value {
     json
 }
 
-/// Random texts, of which `words` must encode as many as `all` says, and none differently than the
-/// crate, be special tokens text or not.
+/// Encodes random texts: none differently from the crate, with special tokens as text or not, and
+/// all of them word by word if `all`.
 fn compare(json: &serde_json::Value, all: bool) {
     for literal in [false, true] {
         let mut tokenizer = opened(json);
@@ -134,7 +134,7 @@ fn long_words_and_many_different_ones_are_encoded_alike() {
     let tokenizer = opened(&trained());
     let words = PretokenizerCache::of(&tokenizer).unwrap();
     let mut text = "the".repeat(1000) + &" ".repeat(1000);
-    // More words than are remembered.
+    // More words than the cache holds.
     (0..140_000).for_each(|i| text += &format!(" {i}"));
     for text in [text.as_str(), &text[..4000], &text[text.len() - 4000..]] {
         let expected = tokenizer.encode_fast(text, false).unwrap();
@@ -161,7 +161,7 @@ fn tokenizers_that_do_more_are_left_to_the_library() {
     for (i, tokenizer) in others.iter().enumerate() {
         assert!(PretokenizerCache::of(tokenizer).is_none(), "{i}");
     }
-    // And one that would never get on.
+    // And an expression that would never advance.
     let tokenizer = opened(&split(r"b*|\s+(?!\S)|\s+"));
     assert_eq!(PretokenizerCache::of(&tokenizer).unwrap().encode(&tokenizer, "abc").unwrap(), None);
 }

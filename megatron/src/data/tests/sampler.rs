@@ -1,4 +1,4 @@
-//! Batches: who reads what, whatever the cut.
+//! Tests of batches: which rank reads which samples, under every layout.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ fn loader(mbs: usize, gbs: usize, dp_rank: usize, dp_size: usize, vocab_size: us
     )
 }
 
-/// First token of every sample of a microbatch: sample i begins with 4·i.
+/// First token of every sample of a microbatch: sample i starts with 4·i.
 fn firsts(batch: &MicroBatch) -> Vec<u32> {
     batch.tokens.get(0).unwrap().to_vec1().unwrap()
 }
@@ -54,7 +54,7 @@ fn the_cut_changes_neither_set_nor_order_of_a_steps_samples() {
                 step.extend(rows.map(|(sample, first)| (m, rank, sample, first)));
             }
         }
-        // In the order (microbatch, rank) the samples are 0, 1, 2, …, each with its own tokens.
+        // In the order (microbatch, rank), the samples are 0, 1, 2, …, each with its own tokens.
         step.sort_by_key(|&(m, rank, ..)| (m, rank));
         let expected: Vec<_> = (0..12u32).map(|i| (u64::from(i), 4 * (24 + i))).collect();
         let found: Vec<_> = step.into_iter().map(|(_, _, sample, first)| (sample, first)).collect();
@@ -135,7 +135,7 @@ fn positions_and_sight_begin_anew_behind_the_token_that_ends_a_document() {
     let (positions, first_keys) = documents(5, true, true);
     assert_eq!(positions.unwrap(), [[0, 0], [1, 1], [2, 0], [3, 1]]);
     assert_eq!(first_keys.unwrap(), [[0, 0, 0, 0], [0, 0, 2, 2]]);
-    // What ends a sample says nothing of the next one, which may be of anywhere.
+    // The end of a sample does not affect the next one, which can come from anywhere.
     let (positions, first_keys) = documents(3, true, true);
     assert_eq!(positions.unwrap(), [[0, 0], [1, 1], [2, 2], [3, 3]]);
     assert_eq!(first_keys.unwrap(), [[0; 4]; 2]);

@@ -1,4 +1,4 @@
-//! Samples, in order and shuffled.
+//! Tests of samples, in order and shuffled.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -58,7 +58,7 @@ fn datasets_are_laid_end_to_end() {
     assert_eq!(out[..3], [4, 0, 1]);
 }
 
-/// An index may name sequences in another order than they lie in.
+/// An index may list sequences in another order than they are stored.
 #[test]
 fn scattered_sequences_are_read_in_the_order_of_the_index() {
     let folder = tempfile::tempdir().unwrap();
@@ -110,7 +110,7 @@ fn orders_differ_between_epochs_and_seeds() {
     let order = |seed, epoch| (0..1000).map(|i| permute(i, 1000, seed, epoch)).collect::<Vec<_>>();
     assert_ne!(order(1, 0), order(1, 1));
     assert_ne!(order(1, 0), order(2, 0));
-    // Not the epoch of another seed.
+    // Not an epoch of another seed.
     assert_ne!(order(1, 1), order(2, 0));
     assert_ne!(order(0, 1), order(1, 0));
 }
@@ -129,7 +129,7 @@ fn every_place_is_equally_likely() {
     assert!(counts.iter().flatten().all(|&count| (count - 1000).abs() < 150), "{counts:?}");
 }
 
-/// A change of the order changes every run that is resumed.
+/// A change of the order would change every resumed run.
 #[test]
 fn the_order_is_what_it_always_was() {
     let order: Vec<_> = (0..10).map(|i| permute(i, 10, 1234, 0)).collect();

@@ -1,4 +1,4 @@
-//! Text: what is read, and how it is cut.
+//! Tests of text: which files are read, and how they are cut.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ fn message(path: impl Into<PathBuf>) -> String {
     scan(path).unwrap_err().to_string()
 }
 
-/// Where tokens are bytes, paragraphs are cut where they end.
+/// If tokens are bytes, paragraphs are cut at their ends.
 fn bytes() -> Arc<SplitPoints> {
     Arc::new(SplitPoints::anywhere())
 }
@@ -122,7 +122,7 @@ fn a_character_across_the_ends_of_reads_is_whole() {
 fn a_file_named_by_itself_may_have_any_extension() {
     let folder = tempfile::tempdir().unwrap();
     assert_eq!(scan(write(folder.path(), "x.json", "{}")).unwrap().files().len(), 1);
-    // But for one that is sure to hold something else.
+    // Except a file that certainly holds something else.
     let message = scan(write(folder.path(), "x.jsonl", "{\"text\": \"words\"}\n"))
         .map(drop)
         .unwrap_err()
@@ -135,8 +135,8 @@ fn what_is_no_text_is_an_error_with_its_path() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name, content: &[u8]| message(write(folder.path(), name, content));
     assert!(file("e.txt", b"").contains("e.txt: is empty"));
-    assert!(file("n.txt", b"ab\0").contains("n.txt: is no text: byte 2 is NUL"));
-    assert!(file("u.txt", b"abc\xff").contains("u.txt: is no text: byte 3 is not UTF-8"));
+    assert!(file("n.txt", b"ab\0").contains("n.txt: is not text: byte 2 is NUL"));
+    assert!(file("u.txt", b"abc\xff").contains("u.txt: is not text: byte 3 is not UTF-8"));
     assert!(file("c.txt", b"ab\xc3").contains("byte 2 is not UTF-8"));
     let empty = tempfile::tempdir().unwrap();
     let told = message(empty.path());

@@ -1,4 +1,4 @@
-//! Tokenizers: round trips, training, and files that are none.
+//! Tests of tokenizers: round trips, training, and unusable files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ fn bytes_are_tokens_and_256_ends_a_document() {
 fn a_trained_vocabulary_gives_every_text_back() {
     let cache = tempfile::tempdir().unwrap();
     let tokenizer = trained(300, cache.path(), TEXT);
-    // Text it never saw, too: all bytes are tokens.
+    // Also text it was not trained on, because all bytes are tokens.
     for text in
         [TEXT, "", " ", "\n\n", "漢字 <|endofText|> \u{0} emoji 🦀", "  leading and trailing  "]
     {
@@ -99,7 +99,7 @@ fn a_cached_vocabulary_that_was_changed_is_trained_anew() {
         .path()
         .join(names(cache.path()).into_iter().find(|name| name.ends_with(".json")).unwrap());
     let whole = fs::read_to_string(&path).unwrap();
-    // Still a tokenizer, of other bytes.
+    // Still a tokenizer, but with other bytes.
     let changed = whole.replacen("<|endoftext|>", "<|endofsong|>", 1);
     assert_ne!(changed, whole);
     fs::write(&path, changed).unwrap();
@@ -142,7 +142,7 @@ fn a_vocabulary_without_room_for_bytes_is_refused() {
         assert!(refusal(spec).contains("at least 257"), "{}", refusal(spec));
     }
     for spec in ["train:", "train:many", "train:-1"] {
-        assert!(refusal(spec).contains("no vocabulary size"), "{}", refusal(spec));
+        assert!(refusal(spec).contains("not a vocabulary size"), "{}", refusal(spec));
     }
 }
 
@@ -152,9 +152,9 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
     for content in ["", "{}", "{\"model\": 1}", "not json"] {
         let path = write(folder.path(), "tokenizer.json", content);
         let message = refusal(&path.display().to_string());
-        assert!(message.contains("tokenizer.json: is no usable"), "{message}");
+        assert!(message.contains("tokenizer.json: is not a usable"), "{message}");
     }
-    // The `tokenizers` crate counts on from the largest one.
+    // The `tokenizers` crate continues counting from the largest id.
     for (vocab, added) in [("4294967295", "1"), ("0", "4294967295")] {
         let content = format!(
             r#"{{"version": "1.0", "added_tokens": [{{"id": {added}, "content": "b", "single_word": false,
@@ -173,8 +173,7 @@ fn a_file_that_is_no_tokenizer_is_refused_by_name() {
     );
 }
 
-/// Whatever the bytes of a tokenizer.json, opening it and encoding with it ends in tokens or in an
-/// error.
+/// For any bytes of a tokenizer.json, opening it and encoding with it gives tokens or an error.
 #[test]
 fn random_damage_to_a_tokenizer_never_panics() {
     let folder = tempfile::tempdir().unwrap();
@@ -198,7 +197,7 @@ fn random_damage_to_a_tokenizer_never_panics() {
     }
 }
 
-/// A word-level vocabulary, small enough to write down.
+/// A small word-level vocabulary.
 const WORDS: &str = r#"{"version": "1.0", "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
   "stride": 0}, "padding": null, "added_tokens": [{"id": 3, "content": "</s>", "single_word": false, "lstrip": false,
   "rstrip": false, "normalized": false, "special": true}], "normalizer": null, "pre_tokenizer": {"type": "Whitespace"},
@@ -209,13 +208,13 @@ const WORDS: &str = r#"{"version": "1.0", "truncation": {"direction": "Right", "
 fn a_tokenizer_json_is_read_with_its_end_of_text_and_without_its_truncation() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "tokenizer.json", WORDS);
-    // The folder will do.
+    // The folder works too.
     let tokenizer =
         Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
-    // Token 5 exists, so the vocabulary has six, whatever lies between.
+    // Token 5 exists, so the vocabulary has six tokens, even with gaps.
     assert_eq!((tokenizer.vocab_size(), tokenizer.eod()), (6, Some(3)));
     assert_eq!(tokenizer.encode("a b c a").unwrap(), [0, 5, 2, 0]);
-    // Which has three holes.
+    // It has three gaps.
     assert_eq!(tokenizer.absent(9), [1..2, 4..5, 6..9]);
     assert_eq!(
         tokenizer.decode(&[1, 0, 4, 6, u32::MAX]).unwrap(),
@@ -253,7 +252,7 @@ fn the_configuration_beside_it_says_whether_text_is_taken_literally() {
     let by_file = open(&path, false);
     assert_eq!(by_file.encode("a </s>").unwrap(), by_flag.encode("a </s>").unwrap());
     assert_eq!(by_file.key(), by_flag.key());
-    // What is written elsewhere of the same tokens says so, too, and no more than is so.
+    // A copy written elsewhere records the same properties, and no others.
     let other = tempfile::tempdir().unwrap();
     by_file.save_into(other.path()).unwrap();
     assert_eq!(open(other.path(), false).key(), by_flag.key());
@@ -282,7 +281,7 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             None,
         ),
         (r#"{"do_lower_case": null, "tokenize_chinese_chars": true, "pad_token": null}"#, None),
-        (r#"{"eos_token": "<|new|>"}"#, Some("has not the special tokens \"<|new|>\"")),
+        (r#"{"eos_token": "<|new|>"}"#, Some("lacks the special tokens \"<|new|>\"")),
         (
             r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#,
             Some("tokens \"<p>\", \"<q>\" that"),
@@ -305,13 +304,13 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             "{config}: {notes:?}"
         );
         assert_eq!(
-            tokenizer.lacks_eod().contains("no \"<|new|>\", which is named"),
+            tokenizer.lacks_eod().contains("no \"<|new|>\", but the file beside it names"),
             config.contains("<|new|>")
         );
     }
 }
 
-/// Companions of another model, or none, may lie where a tokenizer is saved.
+/// The folder where a tokenizer is saved may hold files of another model, or none.
 #[test]
 fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
     let chat = |eos: &str| format!(r#"{{"eos_token": {eos}, "chat_template": "hello"}}"#);
@@ -323,8 +322,8 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
         (WORDS, None),
         (WORDS, Some(r#"{"eos_token": "b"}"#)),
         (WORDS, Some(r#"{"eos_token": {"content": "b"}}"#)),
-        // One that the vocabulary does not have: documents have no end, though there is a
-        // well-known one.
+        // An eos_token outside the vocabulary: documents have no end, although a well-known end
+        // exists.
         (WORDS, Some(r#"{"eos_token": "<|im_end|>"}"#)),
         (&none, None),
     ] {
@@ -350,7 +349,7 @@ fn a_saved_tokenizer_opens_as_the_same_with_its_end_of_a_document() {
             assert_eq!((again.key(), again.eod()), (tokenizer.key(), tokenizer.eod()), "{case}");
             let config =
                 fs::read_to_string(to.path().join("tokenizer_config.json")).unwrap_or_default();
-            // What is said there of other things stays.
+            // Other settings in the file stay.
             assert_eq!(
                 config.contains("hello"),
                 there.is_some_and(|there| there.contains("hello")),
@@ -395,12 +394,12 @@ fn gpt2s_two_files_are_its_tokenizer() {
     let saved = tempfile::tempdir().unwrap();
     two.save_into(saved.path()).unwrap();
     assert_eq!(open(saved.path(), None).unwrap().encode(text).unwrap(), one.encode(text).unwrap());
-    // Files that are others.
+    // Files with other contents.
     let bad = write(folder.path(), "bad.txt", "#version: 0.2\na b c\n");
     for (vocab, merges, part) in [
-        (&vocab, Some(&bad), "bad.txt: line 2 is no pair"),
-        (&merges, Some(&merges), "merges.txt: is no JSON object"),
-        (&whole, Some(&merges), "tokenizer.json: is no vocabulary"),
+        (&vocab, Some(&bad), "bad.txt: line 2 is not a pair"),
+        (&merges, Some(&merges), "merges.txt: is not a JSON object"),
+        (&whole, Some(&merges), "tokenizer.json: is not a vocabulary"),
         (
             &folder.path().join("none.json"),
             Some(&merges),
@@ -427,7 +426,7 @@ fn tokenizers_of_other_kinds_are_named_with_what_to_do() {
             let message = refusal(&spec.display().to_string());
             assert!(message.contains(part) && message.contains("save_pretrained"), "{message}");
         }
-        // Beside a tokenizer.json it is no matter.
+        // Beside a tokenizer.json it does not matter.
         write(folder.path(), "tokenizer.json", WORDS);
         Tokenizer::open(&folder.path().display().to_string(), None, Path::new("no-cache")).unwrap();
     }
@@ -449,16 +448,16 @@ fn files_beside_a_tokenizer_that_cannot_be_right_are_refused_by_name() {
         (
             "added_tokens.json",
             r#"{"<new>": 9}"#,
-            "the id 9, but the next one behind the vocabulary of tokenizer.json is 4",
+            "the id 9, but the next free id after the vocabulary of tokenizer.json is 4",
         ),
-        ("added_tokens.json", r#"{"<new>": "x"}"#, "is no token with its id"),
+        ("added_tokens.json", r#"{"<new>": "x"}"#, "is not a token with an id"),
         (
             "tokenizer_config.json",
             r#"{"added_tokens_decoder": {"x": {"content": "<new>"}}}"#,
             "added_tokens_decoder.x",
         ),
-        ("special_tokens_map.json", "[1", "is no JSON object"),
-        ("special_tokens_map.json", "[1]", "is no JSON object"),
+        ("special_tokens_map.json", "[1", "is not a JSON object"),
+        ("special_tokens_map.json", "[1]", "is not a JSON object"),
     ] {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), "tokenizer.json", WORDS);
@@ -493,8 +492,8 @@ fn a_template_of_tokens_that_are_not_there_is_refused() {
     for (single, part) in [
         (format!("{}, {text}", token.replace("</s>", "<x>")), "<x>"),
         (format!("{text}, {}", text.replace('A', "B")), "Sequence"),
-        (format!("{text}, {text}"), "gives a text 2 times"),
-        (token.into(), "gives a text 0 times"),
+        (format!("{text}, {text}"), "repeats the text 2 times"),
+        (token.into(), "repeats the text 0 times"),
     ] {
         let message = template(&single).unwrap_err();
         assert!(message.contains(part) && message.contains("tokenizer.json"), "{message}");

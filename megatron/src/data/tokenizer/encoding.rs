@@ -11,7 +11,7 @@ impl Tokenizer {
     /// The tokens of a text, without any around it.
     ///
     /// # Errors
-    /// `Error::Data` where the vocabulary has none for it.
+    /// `Error::Data` if the vocabulary has no tokens for it.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
             Kind::Byte => Ok(text.bytes().map(u32::from).collect()),
@@ -34,7 +34,7 @@ impl Tokenizer {
             Error::data(
                 &self.name,
                 format!(
-                    "takes text that is numbers below {}, with spaces between, not {word:?}; give another tokenizer",
+                    "takes numbers below {} separated by spaces, not {word:?}; give another tokenizer",
                     self.vocab_size
                 ),
             )
@@ -45,7 +45,8 @@ impl Tokenizer {
         Error::data(&self.name, format!("cannot encode a text: {error}; give another tokenizer"))
     }
 
-    /// The tokens of a text that goes on: those of a document, but for what comes behind its text.
+    /// The tokens of a text to be continued: those of a document, without the tokens added after
+    /// it.
     ///
     /// # Errors
     /// Those of [`encode`](Self::encode).
@@ -53,9 +54,9 @@ impl Tokenizer {
         Ok([&self.around[0][..], &self.encode(text)?].concat())
     }
 
-    /// The tokens of a part of a document, in sequences that end where paragraphs do; laid end to
-    /// end, those of all parts are what one call on the whole document gives, with what the
-    /// tokenizer puts around a text.
+    /// The tokens of a part of a document, in sequences that end with paragraphs. The concatenated
+    /// tokens of all parts equal those of one call on the whole document, including the tokens put
+    /// around a text.
     ///
     /// # Errors
     /// Those of [`encode`](Self::encode).
@@ -79,8 +80,8 @@ impl Tokenizer {
         Ok(sequences)
     }
 
-    /// The tokens of a text in sequences: the first token that begins at an end of a paragraph, or
-    /// behind it, begins the next.
+    /// The tokens of a text in sequences: the first token that starts at or after the end of a
+    /// paragraph starts the next sequence.
     fn encode_cut(&self, text: &str, ends: &[usize]) -> Result<Vec<Vec<u32>>> {
         let Kind::HuggingFace { inner, .. } = &self.kind else {
             return Ok(vec![self.encode(text)?]);
@@ -101,23 +102,21 @@ impl Tokenizer {
         Ok(sequences)
     }
 
-    /// The tokens of a text behind a character with which it has none in common: what is put before
-    /// texts is put before that.
+    /// The tokens of a text after a character that shares no token with it; tokens added before
+    /// texts come before that character.
     fn encode_behind(&self, before: char, text: &str) -> Result<Vec<u32>> {
         let (alone, mut all) =
             (self.encode(&before.to_string())?, self.encode(&format!("{before}{text}"))?);
         if !all.starts_with(&alone) {
             return Err(Error::data(
                 &self.name,
-                format!(
-                    "takes {before:?} into tokens of what is behind it; this is a bug, report it"
-                ),
+                format!("joins {before:?} with the text after it; this is a bug, please report it"),
             ));
         }
         Ok(all.split_off(alone.len()))
     }
 
-    /// Whether a document's tokens end with the token that ends documents, without being told to.
+    /// Whether the tokenizer itself ends a document with the end-of-document token.
     pub fn ends_documents(&self) -> bool {
         self.eod.is_some() && self.around[1].last().copied() == self.eod
     }
@@ -131,7 +130,7 @@ impl Tokenizer {
         }
     }
 
-    /// Those of the ids below `vocab_size` that are no tokens here.
+    /// The ids below `vocab_size` that are not tokens here.
     pub fn absent(&self, vocab_size: usize) -> Vec<Range<usize>> {
         let is_absent = |id: usize| match &self.kind {
             Kind::HuggingFace { inner, .. } => {
@@ -149,11 +148,11 @@ impl Tokenizer {
         ranges
     }
 
-    /// The text of tokens. Special tokens have none, nor have ids that are no tokens; bytes that
-    /// are not UTF-8 become U+FFFD.
+    /// The text of tokens. Special tokens and ids that are not tokens have no text; bytes that are
+    /// not UTF-8 become U+FFFD.
     ///
     /// # Errors
-    /// `Error::Data` where the decoder of the tokenizer fails.
+    /// `Error::Data` if the decoder of the tokenizer fails.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         match &self.kind {
             Kind::Byte => {

@@ -169,7 +169,7 @@ fn messages_received_in_another_order_than_sent_are_rejected() {
 fn backwards_out_of_microbatch_order_are_rejected() {
     let mut schedule = gpipe(1, 2).unwrap();
     schedule.stages[0].swap(2, 3);
-    assert!(refusal(&schedule).contains("gradients sum in one order"));
+    assert!(refusal(&schedule).contains("gradients must be summed in one order"));
 }
 
 #[test]
@@ -206,11 +206,11 @@ fn weight_gradients_come_once_after_their_input_gradients_and_in_microbatch_orde
         ("F0 I0 W0 W0", "runs a second time"),
         ("F0 B0 W0", "runs a second time"),
         ("F0 I0", "never runs the weight gradients of microbatch 0"),
-        ("F0 F1 I0 I1 W1 W0", "gradients sum in one order"),
-        ("F0 F1 I1 I0 W0 W1", "gradients sum in one order"),
+        ("F0 F1 I0 I1 W1 W0", "gradients must be summed in one order"),
+        ("F0 F1 I1 I0 W0 W1", "gradients must be summed in one order"),
         // A whole backward sums weight gradients, too, but the first microbatch's must come before
         // it.
-        ("F0 F1 I0 B1 W0", "gradients sum in one order"),
+        ("F0 F1 I0 B1 W0", "gradients must be summed in one order"),
     ] {
         let text = refusal(&of_passes(order));
         assert!(text.contains(why), "{order}: {text}");

@@ -60,7 +60,7 @@ impl HfConfig {
     pub fn read_file(path: &Path) -> Result<Self> {
         let bytes = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
         let json = serde_json::from_slice(&bytes)
-            .map_err(|e| Error::checkpoint(path, format!("is no config: {e}")))?;
+            .map_err(|e| Error::checkpoint(path, format!("is not a config: {e}")))?;
         Self::from_json(path, json)
     }
 
@@ -86,7 +86,10 @@ impl HfConfig {
     pub fn note(&self) -> Option<String> {
         let passed_over = self.passed_over.join(", ");
         (!passed_over.is_empty()).then(|| {
-            format!("{} sets what changes no result here: {passed_over}", self.path.display())
+            format!(
+                "{} has settings that change no result here: {passed_over}",
+                self.path.display()
+            )
         })
     }
 }
@@ -125,17 +128,21 @@ fn understand(
     json: &Map<String, Value>,
 ) -> std::result::Result<(Family, ModelConfig, Vec<String>), String> {
     let known = || Family::ALL.map(Family::architecture).join(", ");
-    let model_type = json.get("model_type").and_then(Value::as_str).ok_or("names no model_type")?;
+    let model_type = json.get("model_type").and_then(Value::as_str).ok_or("has no model_type")?;
     let family = Family::ALL.into_iter().find(|family| family.model_type() == model_type);
-    let family = family
-        .ok_or_else(|| format!("model_type {model_type:?} is not known; known are {}", known()))?;
+    let family = family.ok_or_else(|| {
+        format!("model_type {model_type:?} is not supported; supported are {}", known())
+    })?;
     if let Some(Value::Array(names)) = json.get("architectures") {
         let bare =
             family.architecture().replace("LMHeadModel", "Model").replace("ForCausalLM", "Model");
         if let Some(other) =
             names.iter().find(|name| **name != family.architecture() && **name != bare.as_str())
         {
-            return Err(format!("architecture {other} is not known; known are {}", known()));
+            return Err(format!(
+                "architecture {other} is not supported; supported are {}",
+                known()
+            ));
         }
     }
     let mut fields = Fields::new(json);
@@ -154,7 +161,7 @@ fn understand(
     }
     if !model.num_attention_heads.is_multiple_of(model.num_query_groups) {
         return Err(format!(
-            "num_attention_heads {} is no multiple of num_key_value_heads {}",
+            "num_attention_heads {} is not a multiple of num_key_value_heads {}",
             model.num_attention_heads, model.num_query_groups
         ));
     }

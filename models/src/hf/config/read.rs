@@ -27,7 +27,7 @@ pub(super) fn gpt2(f: &mut Fields) -> std::result::Result<ModelConfig, String> {
     let (embedding, residual) = (f.float("embd_pdrop", 0.1)?, f.float("resid_pdrop", 0.1)?);
     if embedding != residual {
         return Err(format!(
-            "embd_pdrop {embedding} and resid_pdrop {residual} differ; one dropout serves both here"
+            "embd_pdrop {embedding} and resid_pdrop {residual} differ; only one dropout for both is supported"
         ));
     }
     f.ignore(&["n_ctx", "reorder_and_upcast_attn"]);
@@ -71,7 +71,7 @@ pub(super) fn llama(f: &mut Fields, family: Family) -> std::result::Result<Model
             let (attention, mlp) = (f.bool("attention_bias", false)?, f.bool("mlp_bias", false)?);
             if attention != mlp {
                 return Err(format!(
-                    "attention_bias {attention} with mlp_bias {mlp}: biases here are in both or in none"
+                    "attention_bias {attention} with mlp_bias {mlp}: only biases in both or in neither are supported"
                 ));
             }
             f.ignore(&["pretraining_tp"]); // the same sums, split
@@ -115,7 +115,7 @@ fn num_layers(f: &mut Fields, names: &[&str]) -> std::result::Result<usize, Stri
     match f.int(names)? {
         layers @ ..=MOST_LAYERS => Ok(layers),
         layers => Err(format!(
-            "{} is {layers}; more than {MOST_LAYERS} are taken for a mistake",
+            "{} is {layers}; more than {MOST_LAYERS} count as a mistake",
             names.join(" or ")
         )),
     }
@@ -147,14 +147,14 @@ fn sliding_window(
         Some(Value::Array(types)) => {
             let known = [FULL, SLIDING];
             if let Some(other) = types.iter().find(|t| !known.iter().any(|known| *t == known)) {
-                return Err(format!("layer_types holds {other}, which is not known"));
+                return Err(format!("layer_types holds {other}, which is not supported"));
             }
             if types.iter().any(|t| t == SLIDING) && size.is_none() {
                 return Err(format!("layer_types holds {SLIDING:?} without a sliding_window"));
             }
             if types.len() != layers {
                 return Err(format!(
-                    "layer_types names {} layers, and num_hidden_layers is {layers}",
+                    "layer_types names {} layers, but num_hidden_layers is {layers}",
                     types.len()
                 ));
             }
@@ -162,7 +162,7 @@ fn sliding_window(
             // All layers of a Mistral are alike, whatever is listed.
             if family == Family::Mistral && size.is_some() && !listed.is_empty() {
                 return Err(format!(
-                    "layer_types holds {FULL:?}, but the layers of a Mistral with a sliding_window are alike"
+                    "layer_types holds {FULL:?}, but in a Mistral with a sliding_window all layers must use it"
                 ));
             }
             full_layers = listed;
@@ -187,7 +187,8 @@ fn rope(f: &mut Fields) -> std::result::Result<(f64, RopeScaling), String> {
         // Depending on its version, transformers reads one or the other.
         if found.is_some_and(|other| other != this) {
             return Err(
-                "rope_parameters and rope_scaling say different things; remove the one that does not hold".into()
+                "rope_parameters and rope_scaling contradict each other; remove the wrong one"
+                    .into(),
             );
         }
         found = Some(this);
@@ -235,7 +236,7 @@ fn rope_of(
         }
         other => {
             return Err(format!(
-                "{name} of type {other:?} is not known; known are default, linear, llama3"
+                "{name} of type {other:?} is not supported; supported are default, linear, llama3"
             ));
         }
     };
@@ -252,7 +253,9 @@ pub(super) fn bloom(f: &mut Fields) -> std::result::Result<ModelConfig, String> 
     let ffn = 4usize.saturating_mul(hidden);
     let inner = f.int_or("n_inner", ffn)?;
     if inner != ffn {
-        return Err(format!("n_inner {inner} is not 4 · {hidden}, the only width a Bloom has"));
+        return Err(format!(
+            "n_inner {inner} is not 4 · {hidden}, the only width that Bloom supports"
+        ));
     }
     f.ignore(&[
         "attention_softmax_in_fp32",

@@ -140,7 +140,7 @@ fn impossible_models_are_refused_by_the_files_own_names() {
         ),
         (scaling(llama3), "low_freq_factor 4 must be below high_freq_factor 4"),
         (with(mistral(), "sliding_window", json!(0)), "sliding_window = 0 must be at least 1"),
-        (with(llama(), "attention_dropout", json!(5)), "attention_dropout = 5 must lie in [0, 1)"),
+        (with(llama(), "attention_dropout", json!(5)), "attention_dropout = 5 must be in [0, 1)"),
         (
             with(llama(), "max_position_embeddings", json!(0)),
             "(max_position_embeddings) must be at least 1",

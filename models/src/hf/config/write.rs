@@ -26,8 +26,9 @@ pub fn family_of(m: &ModelConfig) -> Result<Family> {
             true if qwen2 => Ok(Family::Qwen2),
             true if !m.bias_linear && window.full_layers.is_empty() => Ok(Family::Mistral),
             _ => Err(Error::config(
-                "no Hugging Face family has this architecture with a sliding window: Mistral has rotary positions, RMSNorm, \
-                 SwiGLU, no biases, and the window in every layer; Qwen2 has a QKV bias besides",
+                "no Hugging Face family has this architecture with a sliding window: Mistral has \
+                 rotary positions, RMSNorm, SwiGLU, no biases, and the window in every layer; \
+                 Qwen2 also has a QKV bias",
             )),
         };
     }

@@ -1,9 +1,8 @@
 //! Every setting of `pretrain`, defined once: name, type, default, help, and the section it belongs
 //! to.
 //!
-//! The command line, the run file, `--help` and error messages are all made from these definitions:
-//! a key of the run file is the name of its flag in snake_case, and its value is parsed as the
-//! flag's would be.
+//! The command line, the run file, `--help` and error messages all use these definitions. A key of
+//! the run file is the flag's name in snake_case, and its value is parsed like the flag's.
 
 mod data;
 mod model;
@@ -86,7 +85,7 @@ pub fn has_type<T: 'static>(arg: &Arg) -> bool {
     arg.get_value_parser().type_id() == TypeId::of::<T>()
 }
 
-/// Parses one of `values` into an enum of the configuration, by the name it has in serialized form.
+/// Parses one of `values` into an enum of the configuration, by its serialized name.
 fn choice<T>(values: &'static [&'static str]) -> impl TypedValueParser<Value = T>
 where
     T: DeserializeOwned + Clone + Send + Sync + 'static,

@@ -25,7 +25,7 @@ pub struct ModelFlags {
     /// 1 with --group-query-attention]
     #[arg(long, value_name = "N")]
     pub num_query_groups: Option<usize>,
-    /// Key/value heads are shared by groups of query heads; --num-query-groups says so by itself
+    /// Share key/value heads among groups of query heads; --num-query-groups implies this
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub group_query_attention: bool,
     /// Width of one head [default: hidden size / query heads]
@@ -38,7 +38,7 @@ pub struct ModelFlags {
     /// sequence length]
     #[arg(long, value_name = "N")]
     pub max_position_embeddings: Option<usize>,
-    /// How positions enter the model
+    /// How the model encodes positions
     #[arg(long, value_name = "TYPE", default_value = "learned_absolute",
           value_parser = choice::<PositionEmbedding>(&["learned_absolute", "rope", "alibi", "none"]))]
     pub position_embedding_type: PositionEmbedding,
@@ -48,16 +48,16 @@ pub struct ModelFlags {
     /// Divide rotary frequencies by N, for sequences N times as long as those first trained on
     #[arg(long, value_name = "N")]
     pub rotary_seq_len_interpolation_factor: Option<f64>,
-    /// Llama 3.1's scaling of rotary frequencies, from 8192 positions
+    /// Scale rotary frequencies as Llama 3.1 does, from 8192 original positions
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub use_rope_scaling: bool,
-    /// How far --use-rope-scaling stretches
+    /// Factor by which --use-rope-scaling extends the context
     #[arg(long, value_name = "X", default_value_t = 8.0)]
     pub rope_scaling_factor: f64,
-    /// Tokens that a query sees at most, itself included [default: all before it]
+    /// Most tokens that a query attends to, itself included [default: all before it]
     #[arg(long, value_name = "N")]
     pub sliding_window: Option<usize>,
-    /// LayerNorm of the token embedding
+    /// Apply LayerNorm to the token embedding
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub embed_layernorm: bool,
     /// Normalization before attention, before the MLP, and after the last layer
@@ -67,24 +67,24 @@ pub struct ModelFlags {
     /// Added to the variance before the square root
     #[arg(long, value_name = "X", alias = "layernorm-epsilon", default_value_t = 1e-5)]
     pub norm_epsilon: f64,
-    /// SwiGLU in the MLP instead of GELU
+    /// Use SwiGLU in the MLP instead of GELU
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub swiglu: bool,
-    /// No biases in the linear layers
+    /// Leave out the biases of linear layers
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub disable_bias_linear: bool,
-    /// A bias in the QKV projection even where --disable-bias-linear removes the others
+    /// Keep the bias of the QKV projection when --disable-bias-linear removes the others
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub add_qkv_bias: bool,
-    /// An output matrix of its own rather than the token embedding
+    /// Use a separate output matrix instead of the token embedding
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub untie_embeddings_and_output_weights: bool,
-    /// Tokens in the vocabulary, if the data come without a tokenizer, or another number than a
-    /// model of --init-from-hf has [default: the tokenizer's, or that model's]
+    /// Tokens in the vocabulary, for data without a tokenizer, or to change the number of an
+    /// --init-from-hf model [default: the tokenizer's, or that model's]
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<usize>,
-    /// The vocabulary is padded to a multiple of this times the tensor parallel size; padding
-    /// changes no result
+    /// Pad the vocabulary to a multiple of N times the tensor-parallel size; padding changes no
+    /// result
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub make_vocab_size_divisible_by: usize,
     /// Probability of dropping an attention weight

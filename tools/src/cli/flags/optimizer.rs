@@ -38,7 +38,7 @@ pub struct OptimizerFlags {
     /// The same as a fraction of the decay's length
     #[arg(long, value_name = "X")]
     pub lr_warmup_fraction: Option<f64>,
-    /// Learning rate that the warm-up begins at
+    /// Learning rate at which the warm-up begins
     #[arg(long, value_name = "X", default_value_t = 0.0)]
     pub lr_warmup_init: f64,
     /// Steps of the final annealing of a WSD schedule
@@ -51,17 +51,17 @@ pub struct OptimizerFlags {
     #[arg(long, value_name = "STYLE", default_value = "exponential",
           value_parser = choice::<WsdDecayStyle>(&["exponential", "linear", "cosine", "minus_sqrt"]))]
     pub lr_wsd_decay_style: WsdDecayStyle,
-    /// Decoupled weight decay of parameters of two or more dimensions
+    /// Decoupled weight decay of parameters with two or more dimensions
     #[arg(long, value_name = "X", default_value_t = 0.01)]
     pub weight_decay: f64,
-    /// Weight decay at the start, where --weight-decay-incr-style is not constant
+    /// Weight decay at the start of the run, if --weight-decay-incr-style is not constant
     #[arg(long, value_name = "X")]
     pub start_weight_decay: Option<f64>,
-    /// Weight decay at the end of the run
+    /// Weight decay at the end of the run, likewise
     #[arg(long, value_name = "X")]
     pub end_weight_decay: Option<f64>,
-    /// How the weight decay grows over the run, from --start-weight-decay to --end-weight-decay;
-    /// constant: it is --weight-decay
+    /// How weight decay grows over the run, from --start-weight-decay to --end-weight-decay;
+    /// `constant` uses --weight-decay
     #[arg(long, value_name = "STYLE", value_enum, default_value = "constant")]
     pub weight_decay_incr_style: IncreaseStyle,
     /// Decay of the first moment
@@ -73,12 +73,12 @@ pub struct OptimizerFlags {
     /// Added to the root of the second moment
     #[arg(long, value_name = "X", default_value_t = 1e-8)]
     pub adam_eps: f64,
-    /// In a resumed run, take the learning rate, its schedule and the weight decay that are given
-    /// here, where the checkpoint has others; without this flag so, too, but with a note for each
+    /// In a resumed run, confirm that this run's learning rate, schedule and weight decay override
+    /// the checkpoint's; without this flag they do so too, with a note for each difference
     #[arg(long, alias = "override-opt_param-scheduler", action = ArgAction::Set, default_value_t = false)]
     pub override_opt_param_scheduler: bool,
-    /// In a resumed run, take the checkpoint's learning rate, schedule and weight decay instead of
-    /// those that are given here
+    /// In a resumed run, use the checkpoint's learning rate, schedule and weight decay instead of
+    /// this run's
     #[arg(long, alias = "use-checkpoint-opt_param-scheduler", action = ArgAction::Set, default_value_t = false)]
     pub use_checkpoint_opt_param_scheduler: bool,
     #[command(flatten)]
@@ -86,7 +86,7 @@ pub struct OptimizerFlags {
     /// Momentum of SGD
     #[arg(long, value_name = "X", default_value_t = 0.9)]
     pub sgd_momentum: f64,
-    /// Largest gradient norm; larger gradients are scaled down to it, 0 turns this off
+    /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off
     #[arg(long, value_name = "X", default_value_t = 1.0)]
     pub clip_grad: f64,
 }
@@ -99,22 +99,20 @@ pub enum IncreaseStyle {
     Cosine,
 }
 
-/// How the state of the optimizer is kept.
+/// How optimizer state is stored.
 #[derive(Args, Clone, Debug)]
 pub struct MomentFlags {
-    /// What Adam's first moment is kept in; bf16 takes half of the memory
+    /// Dtype of Adam's first moment; bf16 takes half the memory
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_dtype: MomentDtype,
-    /// What Adam's second moment is kept in; bf16 takes half of the memory, and is rounded
-    /// stochastically
+    /// Dtype of Adam's second moment; bf16 takes half the memory and uses stochastic rounding
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_sq_dtype: MomentDtype,
-    /// Keep Adam's moments (SGD's momentum) in the host's memory, not in the GPU's; steps take
-    /// longer
+    /// Keep Adam's moments (SGD's momentum) in host memory instead of GPU memory; steps take longer
     #[arg(long)]
     pub optimizer_cpu_offload: bool,
-    /// Keep Adam's moments (SGD's momentum) in nameless files on the disk of this folder, not in
-    /// memory (as DeepSpeed's offload to NVMe)
+    /// Keep Adam's moments (SGD's momentum) in unnamed files on the disk of this folder instead of
+    /// memory (like DeepSpeed's NVMe offload)
     #[arg(long, value_name = "DIR")]
     pub offload_optimizer_nvme_path: Option<PathBuf>,
 }

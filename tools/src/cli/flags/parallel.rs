@@ -1,4 +1,4 @@
-//! `[parallel]`: how the model and the batch are cut over ranks, and how ranks meet.
+//! `[parallel]`: how the model and the batch are split over ranks, and how ranks connect.
 
 use std::str::FromStr;
 
@@ -11,24 +11,24 @@ use megatron::config::{PartitionMethod, ScheduleKind};
 use super::choice;
 
 #[derive(Args, Clone, Debug)]
-#[command(next_help_heading = "Parallelism: how the run is cut over ranks, [parallel]")]
+#[command(next_help_heading = "Parallelism: how the run is split over ranks, [parallel]")]
 pub struct ParallelFlags {
     #[command(flatten)]
     pub layout: LayoutFlags,
-    /// What every rank computes on: a GPU if there is one (`auto`), `cpu`, the GPU of its place on
-    /// its machine (`cuda`), or this one
+    /// Device of every rank: a GPU if there is one (`auto`), `cpu`, the GPU of the rank's local
+    /// number (`cuda`), or GPU N (`cuda:N`)
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
-    /// How ranks exchange data: shared memory (`local`) or TCP; `auto` is local where all ranks are
-    /// on one machine, and NCCL for GPUs. CPUs have no `nccl`, and take `auto` for it, as for
-    /// Megatron-LM's `gloo`
+    /// How ranks exchange data: shared memory (`local`), `tcp` or `nccl`; `auto` is NCCL on GPUs,
+    /// local if all ranks are on one machine, else TCP. CPU ranks treat `nccl` and Megatron-LM's
+    /// `gloo` as `auto`
     #[arg(long, value_name = "BACKEND", default_value = "auto", value_parser = backends())]
     pub distributed_backend: Backend,
-    /// Issue tensor-parallel collectives and pipeline receives before computation that does not
-    /// need them [default: true over NCCL, else false]
+    /// Issue tensor-parallel collectives and pipeline receives before independent computation
+    /// [default: true over NCCL, else false]
     #[arg(long, action = ArgAction::Set)]
     pub overlap_communication: Option<bool>,
-    /// A rank that waits longer than this for its peers ends the run
+    /// Longest time that a rank waits for its peers before it ends the run
     #[arg(long, value_name = "MINUTES", default_value_t = 10.0)]
     pub distributed_timeout_minutes: f64,
     /// Where ranks meet: tcp://HOST:PORT or file:///DIR [default: MASTER_ADDR and MASTER_PORT]
@@ -36,7 +36,7 @@ pub struct ParallelFlags {
     pub rdzv: Option<String>,
 }
 
-/// The layout, without how its ranks meet.
+/// The layout, without the settings of communication.
 #[derive(Args, Clone, Debug)]
 pub struct LayoutFlags {
     /// tp: ranks that share each layer
@@ -45,7 +45,7 @@ pub struct LayoutFlags {
     /// pp: stages of the pipeline
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub pipeline_model_parallel_size: usize,
-    /// cp: ranks that share each sequence, and deal the heads of attention among them
+    /// cp: ranks that share each sequence and distribute its attention heads
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub context_parallel_size: usize,
     /// dp: replicas [default: WORLD_SIZE / (tp·cp·pp) under a launcher, else 1]
@@ -54,68 +54,67 @@ pub struct LayoutFlags {
     /// Layers of one virtual stage; selects the interleaved schedule
     #[arg(long, value_name = "N")]
     pub num_layers_per_virtual_pipeline_stage: Option<usize>,
-    /// v: virtual stages of each stage, instead of the layers of one, of which there need not be
-    /// equally many; selects the interleaved schedule
+    /// v: virtual stages per stage, instead of layers per virtual stage, and these may differ in
+    /// size; selects the interleaved schedule
     #[arg(long, value_name = "N", alias = "virtual-pipeline-model-parallel-size")]
     pub num_virtual_stages_per_pipeline_rank: Option<usize>,
-    /// Order of forward and backward passes [default: 1f1b, or interleaved where there are virtual
-    /// stages]
+    /// Order of forward and backward passes [default: 1f1b, or interleaved with virtual stages]
     #[arg(long, value_name = "KIND", value_parser = choice::<ScheduleKind>(&["gpipe", "1f1b", "interleaved"]))]
     pub pipeline_schedule: Option<ScheduleKind>,
-    /// Compute gradients of weights apart from those of inputs, where a stage would wait
+    /// Compute weight gradients separately from input gradients, when a stage would otherwise wait
     /// (zero-bubble schedules)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub delay_wgrad_compute: bool,
-    /// Forwards that the first stage runs ahead beyond 1f1b's, for the memory of as many
-    /// microbatches' activations; with pp − 1 of them --delay-wgrad-compute makes ZB-H2
+    /// Extra forward passes that the first stage runs before its first backward, beyond 1f1b's;
+    /// each costs one microbatch's activations. pp − 1 with --delay-wgrad-compute is ZB-H2
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub pipeline_extra_warmup: usize,
-    /// Layers per stage: as many each (`uniform`), balanced by size (`parameters`) or by operations
-    /// (`flops`), or named, e.g. `3,4,4,3`
+    /// Layers per stage: equally many (`uniform`), balanced by `parameters` or by `flops`, or
+    /// listed, e.g. `3,4,4,3`
     #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
     pub pipeline_partition: Partition,
-    /// Layers of the first stage; the stages for which nothing is said share the rest evenly
+    /// Layers of the first stage; stages without a setting share the remaining layers evenly
     #[arg(long, value_name = "N", alias = "num-layers-in-first-pipeline-stage")]
     pub decoder_first_pipeline_num_layers: Option<usize>,
     /// Layers of the last stage
     #[arg(long, value_name = "N", alias = "num-layers-in-last-pipeline-stage")]
     pub decoder_last_pipeline_num_layers: Option<usize>,
-    /// Count the embedding as a layer where layers are shared evenly among stages
+    /// Count the embedding as a layer when layers are distributed evenly over stages
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub account_for_embedding_in_pipeline_split: bool,
-    /// Count the head and the loss as a layer there
+    /// Count the head and the loss as a layer, likewise
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub account_for_loss_in_pipeline_split: bool,
-    /// Embedding, layers and loss of every stage, or virtual stage, in Megatron-LM's words:
+    /// Embedding, layers and loss of every stage or virtual stage, in Megatron-LM's notation:
     /// `Et*2|(tt|)*6L`
     #[arg(long, value_name = "LAYOUT")]
     pub pipeline_model_parallel_layout: Option<String>,
-    /// Cut activations between tensor-parallel regions along the sequence; nothing where tp is 1
+    /// Split activations between tensor-parallel regions along the sequence; no effect if tp is 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub sequence_parallel: bool,
-    /// ZeRO-1: cut optimizer state over the replicas, as --zero-stage 1
+    /// ZeRO-1: shard optimizer state over the replicas; the same as --zero-stage 1
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub use_distributed_optimizer: bool,
-    /// Stage of ZeRO: replicas share nothing (0), optimizer state (1), gradients, too (2), and
-    /// weights, too (3), as FSDP does [default: 0]
+    /// Stage of ZeRO. Replicas shard nothing (0), optimizer state (1), also gradients (2), also
+    /// weights (3, as FSDP does) [default: 0]
     #[arg(long, value_name = "0|1|2|3", value_parser = clap::value_parser!(u8).range(..=3))]
     pub zero_stage: Option<u8>,
-    /// The stage of ZeRO in Megatron-LM's words: 0, 1, 2 and 3 in this order
+    /// Stage of ZeRO by Megatron-LM's names, which mean 0, 1, 2 and 3 in this order
     #[arg(long, value_name = "KIND", value_parser = PossibleValuesParser::new(STRATEGIES))]
     pub data_parallel_sharding_strategy: Option<String>,
-    /// Hybrid sharding (HSDP): this many copies of all shards; each copy lies over neighbouring
-    /// replicas, and gradients are summed over the copies
+    /// Hybrid sharding (HSDP): number of copies of all shards. Neighbouring replicas form a copy;
+    /// gradients are summed over the copies
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub num_distributed_optimizer_instances: usize,
-    /// ZeRO-3: free weights behind every pass, and gather them again for the next one. Without,
-    /// they stay from their first use in a step to its end, as FSDP's option of this name
+    /// ZeRO-3: free gathered weights after each layer of every pass, and gather them again for the
+    /// next pass. With false they stay until the end of the step
     #[arg(long, action = ArgAction::Set, default_value_t = true)]
     pub zero_reshard_after_forward: bool,
-    /// Reduce gradient buckets while backward still runs
+    /// Reduce gradient buckets while backward is still running
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub overlap_grad_reduce: bool,
-    /// Elements of a gradient bucket, at least [default: 2,000,000; on GPUs the larger of
-    /// 40,000,000 and 1,000,000·dp·cp]
+    /// Minimum elements of a gradient bucket [default: 2,000,000; on GPUs the larger of 40,000,000
+    /// and 1,000,000·dp·cp]
     #[arg(long, value_name = "N", alias = "ddp-bucket-size")]
     pub bucket_size: Option<usize>,
 }

@@ -1,4 +1,4 @@
-//! Which tokenizer, in this program's words and in Megatron-LM's.
+//! Selects the tokenizer, by this program's flags or by Megatron-LM's.
 
 use std::path::{Path, PathBuf};
 
@@ -15,13 +15,13 @@ pub struct TokenizerFlags {
     /// `train:VOCAB` to train a BPE of that size on the data (cached)
     #[arg(long, value_name = "TOKENIZER")]
     pub tokenizer: Option<String>,
-    /// Megatron-LM's name of the kind: GPT2BPETokenizer (--vocab-file, --merge-file),
-    /// HuggingFaceTokenizer (--tokenizer-model), NullTokenizer (--vocab-size); those of
-    /// SentencePiece and tiktoken where a tokenizer.json lies beside --tokenizer-model [default: as
-    /// the other flags tell]
+    /// Megatron-LM's tokenizer type: GPT2BPETokenizer (--vocab-file, --merge-file),
+    /// HuggingFaceTokenizer (--tokenizer-model) or NullTokenizer (--vocab-size); SentencePiece and
+    /// tiktoken types need a tokenizer.json beside --tokenizer-model [default: inferred from the
+    /// other flags]
     #[arg(long, value_name = "TYPE")]
     pub tokenizer_type: Option<String>,
-    /// tokenizer.json or its folder, as --tokenizer
+    /// tokenizer.json or its folder, as for --tokenizer
     #[arg(long, value_name = "PATH")]
     pub tokenizer_model: Option<PathBuf>,
     /// vocab.json of GPT-2's BPE, with --merge-file
@@ -30,35 +30,35 @@ pub struct TokenizerFlags {
     /// merges.txt of GPT-2's BPE, with --vocab-file
     #[arg(long, value_name = "FILE")]
     pub merge_file: Option<PathBuf>,
-    /// Put no tokens around a document or a prompt that the tokenizer puts there by itself, such as
-    /// the one that begins a text
+    /// Do not add the tokens that the tokenizer puts around a text, such as beginning-of-text, to
+    /// documents and prompts
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub tokenizer_hf_no_include_special_tokens: bool,
-    /// Take text literally: special tokens spelled out in it are text (transformers'
+    /// Treat special tokens that are spelled out in the text as ordinary text (transformers'
     /// split_special_tokens)
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub split_special_tokens: bool,
 }
 
-/// What [`TokenizerFlags`] say.
+/// The tokenizer that [`TokenizerFlags`] select.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChosenTokenizer {
-    /// What to open, if anything is said of it.
+    /// The name to open, if flags give one.
     pub name: Option<String>,
     pub options: TokenizerOptions,
-    /// What a user may not expect.
+    /// A note on unexpected behaviour.
     pub note: Option<String>,
 }
 
-/// What to do about a kind of tokenizer that is not there.
+/// The advice for an unsupported type of tokenizer.
 const CONVERT: &str = "give a tokenizer.json or its folder by --tokenizer; transformers makes one: AutoTokenizer.from_pretrained(DIR)\
     .save_pretrained(OUT)";
 
 impl TokenizerFlags {
-    /// Which tokenizer is meant; `vocab_size` is `--vocab-size`.
+    /// The selected tokenizer; `vocab_size` is `--vocab-size`.
     ///
     /// # Errors
-    /// If a flag is missing that another one needs, or the kind of tokenizer is not there.
+    /// If a required flag is missing, or the type of tokenizer is not supported.
     pub fn choose(&self, vocab_size: Option<usize>) -> Result<ChosenTokenizer> {
         let options = TokenizerOptions {
             merge_file: None,
@@ -75,7 +75,7 @@ impl TokenizerFlags {
             others.into_iter().filter_map(|(name, given)| given.then_some(name)).collect();
         if let Some(name) = &self.tokenizer {
             let note = format!(
-                "note: --tokenizer {name} says which tokenizer; passed over: {}",
+                "note: --tokenizer {name} selects the tokenizer; ignored: {}",
                 others.join(", ")
             );
             let note = (!others.is_empty()).then_some(note);
@@ -110,21 +110,22 @@ impl TokenizerFlags {
                         _ => format!("--tokenizer-type {kind}"),
                     };
                     Err(Error::usage(format!(
-                        "{alone}: GPT-2's BPE is --vocab-file vocab.json and --merge-file merges.txt, both; of other kinds {CONVERT}"
+                        "{alone}: GPT-2's BPE needs both --vocab-file vocab.json and --merge-file \
+                         merges.txt; for other types {CONVERT}"
                     )))
                 }
             },
             "NullTokenizer" => match vocab_size {
                 Some(size) => Ok(of(Path::new(&format!("null:{size}")))),
                 None => Err(Error::usage(
-                    "--tokenizer-type NullTokenizer needs --vocab-size, the tokens without the one that ends documents",
+                    "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens without end-of-document",
                 )),
             },
             "HuggingFaceTokenizer" => match &self.tokenizer_model {
                 Some(model) if model.exists() => Ok(of(model)),
                 Some(model) => Err(Error::usage(format!(
-                    "--tokenizer-model {0}: there is no such file or folder; a model of the Hugging Face hub is downloaded first: \
-                     hf download {0} --local-dir DIR",
+                    "--tokenizer-model {0}: there is no such file or folder; download a model of \
+                     the Hugging Face hub first: hf download {0} --local-dir DIR",
                     model.display()
                 ))),
                 None => Err(Error::usage(
@@ -137,13 +138,13 @@ impl TokenizerFlags {
             | "TikTokenizer" => {
                 let served = self.tokenizer_model.as_deref().and_then(served_by).ok_or_else(|| {
                     let model =
-                        self.tokenizer_model.as_ref().map_or(String::new(), |model| format!(" of {}", model.display()));
+                        self.tokenizer_model.as_ref().map_or(String::new(), |model| format!(" ({})", model.display()));
                     Error::usage(format!(
-                        "--tokenizer-type {kind}: the files{model} of this kind are not read; {CONVERT}"
+                        "--tokenizer-type {kind}: files of this type{model} are not supported; {CONVERT}"
                     ))
                 })?;
                 let note = format!(
-                    "note: --tokenizer-type {kind}: {} is read, which lies with it",
+                    "note: --tokenizer-type {kind}: {}, which is beside the model, is used",
                     served.display()
                 );
                 Ok(ChosenTokenizer { note: Some(note), ..of(&served) })
@@ -153,17 +154,17 @@ impl TokenizerFlags {
             | "MultimodalTokenizer"
             | "NullMultimodalTokenizer"
             | "SFTTokenizer" => {
-                Err(Error::usage(format!("--tokenizer-type {kind} is not there; {CONVERT}")))
+                Err(Error::usage(format!("--tokenizer-type {kind} is not supported; {CONVERT}")))
             }
             _ => Err(Error::usage(format!(
-                "--tokenizer-type {kind}: there is no such kind; the kinds are GPT2BPETokenizer, HuggingFaceTokenizer and NullTokenizer, \
-                 and --tokenizer needs none"
+                "--tokenizer-type {kind}: there is no such type; the types are GPT2BPETokenizer, \
+                 HuggingFaceTokenizer and NullTokenizer, or use --tokenizer without a type"
             ))),
         }
     }
 }
 
-/// The `tokenizer.json` that stands for a tokenizer's model of another format: itself, in the
+/// The `tokenizer.json` in place of a tokenizer model of another format: the file itself, in the
 /// folder, or beside the file.
 fn served_by(model: &Path) -> Option<PathBuf> {
     if model.extension().is_some_and(|extension| extension == "json") {
@@ -264,11 +265,17 @@ mod tests {
         for (flags, parts) in [
             (
                 of("GPTSentencePieceTokenizer", Some("no/such.model")),
-                ["GPTSentencePieceTokenizer: the files of no/such.model", "save_pretrained"],
+                [
+                    "GPTSentencePieceTokenizer: files of this type (no/such.model) are not supported",
+                    "save_pretrained",
+                ],
             ),
             (of("TikTokenizer", None), ["TikTokenizer", "--tokenizer"]),
-            (of("BertWordPieceCase", None), ["BertWordPieceCase is not there", "tokenizer.json"]),
-            (of("MyTokenizer", None), ["MyTokenizer: there is no such kind", "GPT2BPETokenizer"]),
+            (
+                of("BertWordPieceCase", None),
+                ["BertWordPieceCase is not supported", "tokenizer.json"],
+            ),
+            (of("MyTokenizer", None), ["MyTokenizer: there is no such type", "GPT2BPETokenizer"]),
             (of("HuggingFaceTokenizer", None), ["HuggingFaceTokenizer needs", "--tokenizer-model"]),
             (
                 of("HuggingFaceTokenizer", Some("gpt2")),

@@ -8,7 +8,7 @@ use crate::cli::flags::sections;
 use crate::cli::resolve;
 use crate::commands::{Request, parse};
 
-/// What a run needs, in words of a command line.
+/// The required settings, as words of a command line.
 const LEAST: &str = "--num-layers=8 --hidden-size=64 --num-attention-heads=8 --seq-length=32 --micro-batch-size=2 --lr=0.001";
 
 fn resolved(words: &[String]) -> RunConfig {
@@ -21,7 +21,7 @@ fn resolved(words: &[String]) -> RunConfig {
     resolve(&gathered, None).unwrap().run
 }
 
-/// The settings that a checkpoint of a run of `words` says, for one that goes on with it.
+/// The settings that a run takes from the checkpoint of a run started with `words`.
 fn said(words: &str) -> (RunConfig, Vec<Setting>) {
     let words: Vec<String> = format!("{LEAST} {words}").split(' ').map(str::to_string).collect();
     let run = resolved(&words);
@@ -41,7 +41,7 @@ fn said(words: &str) -> (RunConfig, Vec<Setting>) {
     (run, run_file::parse(&text_of(&recorded, &places).unwrap()).unwrap().settings)
 }
 
-/// Together they have every setting that a checkpoint can tell.
+/// Together these runs use every setting that a checkpoint records.
 const RUNS: [&str; 7] = [
     "--data-path a.txt b\u{7f}\"c --tokenizer=train:300 --train-iters=10",
     "--mock-data --vocab-size=300 --train-samples=1001 --global-batch-size=16 --rampup-batch-size 4 4 100 --lr-warmup-samples=7 \
@@ -69,7 +69,7 @@ const RUNS: [&str; 7] = [
      --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --prompt=x --prompt-tokens=9",
 ];
 
-/// The words of a setting as a user types them: a list once, since the last one counts.
+/// The words of a setting as a user types them: a list appears once, because the last one counts.
 fn as_typed(words: Vec<String>) -> Vec<String> {
     let Some((flag, _)) = words[0].split_once('=').filter(|_| words.len() > 1) else {
         return words;
@@ -91,7 +91,7 @@ fn what_a_checkpoint_says_makes_the_run_that_wrote_it() {
     }
 }
 
-/// A setting that is new is to be written by `text_of`, or to be named here.
+/// A new setting must be written by `text_of` or be listed here.
 #[test]
 fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
     let said: BTreeSet<String> =

@@ -1,4 +1,4 @@
-//! The run file that says what a checkpoint records.
+//! Writes the settings that a checkpoint records as a run file.
 
 use std::fmt::{Debug, Display};
 use std::path::Path;
@@ -14,23 +14,23 @@ use serde::Serialize;
 use crate::cli::default_cache;
 use crate::error::{Error, Result};
 
-/// Places of the run that takes the settings.
+/// Paths of the run that takes the settings.
 pub struct Places<'a> {
-    /// Where it saves, if nothing given says so.
+    /// The folder where it saves, if no given setting names one.
     pub save: Option<&'a Path>,
     /// Whether it saves.
     pub saves: bool,
-    /// Whether it goes on with the recorded run, and so with its reports.
+    /// Whether it continues the recorded run, and therefore its reports.
     pub continues: bool,
     /// The tokenizer's copy beside the checkpoint, if there is one.
     pub tokenizer: Option<&'a Path>,
 }
 
-/// The text of the run file. What a section leaves to its defaults, which may depend on others, is
-/// left to them.
+/// The text of the run file. Values that equal a default are left out where the default depends on
+/// other settings.
 ///
 /// # Errors
-/// If a path is not UTF-8, as TOML is.
+/// If a path is not UTF-8, which TOML requires.
 pub fn text_of(run: &RecordedRun, places: &Places) -> Result<String> {
     let mut text = Text::default();
     text.model(&run.model);
@@ -63,7 +63,7 @@ impl Text {
         self.0.push_str(&format!("[{name}]\n"));
     }
 
-    /// A number or a truth value.
+    /// Writes a number or a boolean.
     fn put(&mut self, key: &str, value: impl Display) {
         self.0.push_str(&format!("{key} = {value}\n"));
     }
@@ -72,7 +72,7 @@ impl Text {
         value.into_iter().for_each(|value| self.put(key, value));
     }
 
-    /// With a point or an exponent, and all of its digits.
+    /// Writes a float with a decimal point or an exponent, and all of its digits.
     fn float(&mut self, key: &str, value: f64) {
         self.put(key, format_args!("{value:?}"));
     }
@@ -91,7 +91,7 @@ impl Text {
     fn path(&mut self, key: &str, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| {
             Error::usage(format!(
-                "{}: the name is not UTF-8, and {key} is to be taken from the checkpoint; give --{}",
+                "{}: the path is not UTF-8, so {key} cannot be read from the checkpoint; give --{}",
                 path.display(),
                 key.replace('_', "-")
             ))
@@ -100,7 +100,7 @@ impl Text {
         Ok(())
     }
 
-    /// One of the words that a flag takes, which are those that its type is recorded by.
+    /// Writes one of a flag's possible values, which is also the serialized form of its type.
     fn choice(&mut self, key: &str, value: &(impl Serialize + Debug)) {
         if let Ok(serde_json::Value::String(word)) = serde_json::to_value(value) {
             self.text(key, &word);
@@ -116,7 +116,7 @@ impl Text {
         self.put("num_query_groups", m.num_query_groups);
         self.put("kv_channels", m.head_dim);
         self.put("seq_length", m.seq_length);
-        // Else it follows the length of sequences, which may be given.
+        // Otherwise it follows seq_length, which the user may set.
         if m.max_position_embeddings != m.seq_length {
             self.put("max_position_embeddings", m.max_position_embeddings);
         }
@@ -179,7 +179,7 @@ impl Text {
         self.text("split", &d.split);
         let options = &d.tokenizer_options;
         match (&d.tokenizer, places.tokenizer, &options.merge_file) {
-            // The copy goes where the checkpoint goes.
+            // The copy moves together with the checkpoint.
             (Some(spec), Some(copy), _) if spec != "byte" && !spec.starts_with("null:") => {
                 self.path("tokenizer", copy)?;
             }
@@ -261,7 +261,7 @@ impl Text {
         self.float("lr", o.lr);
         self.float("min_lr", o.min_lr);
         self.choice("lr_decay_style", &o.decay_style);
-        // Else it is as long as the run, whose length may be given.
+        // Otherwise it follows the run's length, which the user may set.
         if o.decay_samples != t.samples() {
             self.put("lr_decay_samples", o.decay_samples);
         }
@@ -332,7 +332,7 @@ impl Text {
     }
 }
 
-/// A text as TOML has it: as JSON does, but for one character.
+/// A TOML string: like a JSON string except for one character.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }

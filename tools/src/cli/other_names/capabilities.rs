@@ -1,26 +1,24 @@
-//! Kinds of models and of training that are not there: the flags that ask for them, and those that
-//! are read with these alone.
+//! Unsupported kinds of models and training: the flags that ask for them, and flags that are read
+//! only together with those.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out, refuse, unless, with};
 
-const EXPERTS: &str = "mixtures of experts are not there";
-const MLA: &str = "multi-latent attention is not there";
-const FP8: &str = "FP8 and FP4 are not there: use --bf16";
-const OFFLOAD: &str =
-    "activations are not moved to the host's memory: --recompute-granularity saves memory";
-const MTP: &str = "prediction of several tokens is not there";
-const HYBRID: &str = "state-space layers (Mamba) are not there";
-const VARIANTS: &str = "attention other than softmax over queries and keys is not there";
-const RL: &str = "reinforcement learning is not there";
-const MUP: &str = "scaling by the width of the model (µP) is not there";
-const STREAMS: &str = "several residual streams are not there";
-const TEACHERS: &str = "training on the output of another model is not there";
-const IMAGES: &str = "models of images are not there";
-const RETRIEVAL: &str = "retrieval is not there";
-const ENCODERS: &str = "encoders (BERT, T5) are not there, decoders (GPT, Llama) are";
-const SERVING: &str =
-    "it is read by Megatron-LM's servers alone; `megatron generate` continues text";
+const EXPERTS: &str = "mixture of experts is not supported";
+const MLA: &str = "multi-latent attention is not supported";
+const FP8: &str = "FP8 and FP4 are not supported: use --bf16";
+const OFFLOAD: &str = "activation offload is not supported: --recompute-granularity saves memory";
+const MTP: &str = "multi-token prediction is not supported";
+const HYBRID: &str = "state-space layers (Mamba) are not supported";
+const VARIANTS: &str = "attention other than softmax over queries and keys is not supported";
+const RL: &str = "reinforcement learning is not supported";
+const MUP: &str = "scaling by the width of the model (µP) is not supported";
+const STREAMS: &str = "several residual streams are not supported";
+const TEACHERS: &str = "distillation from another model is not supported";
+const IMAGES: &str = "image models are not supported";
+const RETRIEVAL: &str = "retrieval is not supported";
+const ENCODERS: &str = "encoders (BERT, T5) are not supported, only decoders (GPT, Llama)";
+const SERVING: &str = "only Megatron-LM's servers read it; `megatron generate` continues text";
 
 pub const TABLE: &[Entry] = &[
     refuse(EXPERTS, "num-experts num-moe-experts moe-use-upcycling"),
@@ -114,7 +112,7 @@ pub const TABLE: &[Entry] = &[
         "experimental-attention-variant-* linear-attention-freq linear-conv-kernel-dim linear-key-head-dim \
          linear-num-key-heads linear-num-value-heads linear-value-head-dim dsa-* gdp-*",
     ),
-    refuse("layers that differ from each other are not there", "heterogeneous-*"),
+    refuse("layers that differ from each other are not supported", "heterogeneous-*"),
     refuse(MUP, "use-mup"),
     with("use-mup", One, MUP, "mup-*"),
     refuse(STREAMS, "enable-mhc-connections"),
@@ -157,7 +155,7 @@ pub const TABLE: &[Entry] = &[
         "inference-* mlp-chunks-for-prefill symmetric-ar-type num-speculative-tokens max-tokens-to-oom",
     ),
     refuse(
-        "it is the name of a part of Megatron-LM's configuration, whose settings have flags of their own",
+        "it names a part of Megatron-LM's configuration; the settings in it have flags",
         "attr checkpoint ddp dist finalize-model-grads-func fn grad-scale-func grad-sync-func inference logger model \
          name no-sync-func param-sync-func predicate profiling rerun-state-machine rng scheduler straggler \
          timers train validation with-name-predicate",

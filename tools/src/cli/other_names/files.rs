@@ -7,18 +7,18 @@ pub const TABLE: &[Entry] = &[
     // Data.
     leave_out(
         Nothing,
-        "data are mapped into memory and read where they are needed",
+        "data are memory-mapped and read on demand",
         "no-mmap-bin-files no-create-attention-mask-in-dataloader dataloader-fast-cache-load \
          dataloader-defer-npy-index-mmap enable-msc disable-msc",
     ),
     leave_out(
         One,
-        "data are mapped into memory and read where they are needed",
+        "data are memory-mapped and read on demand",
         "num-workers num-dataset-builder-threads object-storage-cache-path",
     ),
-    leave_out(Nothing, "--dataloader-type cyclic is without it by itself", "no-data-sharding"),
-    unless(&["0.005"], "blends are made as with Megatron-LM's 0.005", "mid-level-dataset-surplus"),
-    unless(&["1"], "data are read as often as --data-path says", "sample-rate"),
+    leave_out(Nothing, "--dataloader-type cyclic never shards data", "no-data-sharding"),
+    unless(&["0.005"], "blends use Megatron-LM's 0.005", "mid-level-dataset-surplus"),
+    unless(&["1"], "--data-path sets how often data are read", "sample-rate"),
     refuse(
         "use --data-path and --split",
         "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path \
@@ -28,40 +28,40 @@ pub const TABLE: &[Entry] = &[
         "use --reset-attention-mask and --reset-position-ids",
         "dataloader-inter-document-masking",
     ),
-    leave_out(Nothing, "no token of the data is padding", "allow-ambiguous-pad-tokens"),
-    refuse("fill-in-the-middle is not there", "fim-data"),
-    with("fim-data", Nothing, "fill-in-the-middle is not there", "fim-no-prefix"),
-    with("fim-data", One, "fill-in-the-middle is not there", "fim-*"),
+    leave_out(Nothing, "data have no padding tokens", "allow-ambiguous-pad-tokens"),
+    refuse("fill-in-the-middle is not supported", "fim-data"),
+    with("fim-data", Nothing, "fill-in-the-middle is not supported", "fim-no-prefix"),
+    with("fim-data", One, "fill-in-the-middle is not supported", "fim-*"),
     refuse(
-        "fine-tuning on conversations (SFT) is not there: --finetune goes on with other data",
+        "fine-tuning on conversations (SFT) is not supported: --finetune continues on other text",
         "sft",
     ),
     with(
         "sft",
         One,
-        "fine-tuning on conversations (SFT) is not there: --finetune goes on with other data",
+        "fine-tuning on conversations (SFT) is not supported: --finetune continues on other text",
         "sft-tokenizer-prompt-format",
     ),
     // Tokenizers.
     leave_out(
         Nothing,
-        "a tokenizer.json says all of a tokenizer, without a program of its own",
+        "tokenizer.json describes the tokenizer completely",
         "tokenizer-hf-no-use-fast tokenizer-sentencepiece-legacy tokenizer-sentencepiece-ignore-extra-whitespaces \
          trust-remote-code legacy-tokenizer use-gigatoken save-tokenizer-assets \
          use-tokenizer-model-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args",
     ),
     leave_out(
         One,
-        "a tokenizer.json says all of a tokenizer, without a program of its own",
+        "tokenizer.json describes the tokenizer completely",
         "tiktoken-pattern tiktoken-num-special-tokens metadata-path tokenizer-metadata chat-template \
          null-tokenizer-eod-id null-tokenizer-pad-id",
     ),
     leave_out(
         Several,
-        "a tokenizer.json says all of a tokenizer, without a program of its own",
+        "tokenizer.json describes the tokenizer completely",
         "tiktoken-special-tokens special-tokens",
     ),
-    unless(&["0"], "tokens that stand for gaps (T5) are not there", "vocab-extra-ids"),
+    unless(&["0"], "sentinel tokens (T5) are not supported", "vocab-extra-ids"),
     leave_out(
         One,
         "padding of the vocabulary changes no result",
@@ -70,7 +70,7 @@ pub const TABLE: &[Entry] = &[
     // Checkpoints.
     leave_out(
         Nothing,
-        "checkpoints have one format, with checksums, and are read under every layout",
+        "checkpoints have one format, with checksums, and load under every layout",
         "ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load fully-parallel-save \
          fully-parallel-load ckpt-assume-constant-structure dist-ckpt-optim-fully-reshardable \
          distrib-optim-fully-reshardable-mem-efficient dist-ckpt-save-pre-mcore-014 auto-detect-ckpt-format \
@@ -79,25 +79,29 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         One,
-        "checkpoints have one format, with checksums, and are read under every layout",
+        "checkpoints have one format, with checksums, and load under every layout",
         "ckpt-format dist-ckpt-format dist-ckpt-strictness dist-ckpt-workers ckpt-fully-parallel-load-exchange-algo \
          ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-path",
     ),
-    leave_out(Nothing, "--async-save says it", "use-persistent-ckpt-worker async-ckpt-use-cpu-shm"),
+    leave_out(
+        Nothing,
+        "--async-save sets this",
+        "use-persistent-ckpt-worker async-ckpt-use-cpu-shm",
+    ),
     leave_out(
         One,
-        "--async-save says it",
+        "--async-save sets this",
         "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority",
     ),
     leave_out(
         Nothing,
-        "random numbers are made of the seed and the step, and have no state",
+        "random numbers follow from seed and step, without state",
         "no-load-rng no-save-rng load-rng save-rng",
     ),
     leave_out(Nothing, "master weights are in every checkpoint", "load-main-params-from-ckpt"),
     on("use --no-load-optim", "load-optim"),
-    on("checkpoints without the optimizer's state are not there", "save-optim"),
-    refuse("checkpoints without the optimizer's state are not there", "no-save-optim"),
+    on("checkpoints without optimizer state are not supported", "save-optim"),
+    refuse("checkpoints without optimizer state are not supported", "no-save-optim"),
     refuse("use --load DIR --finetune", "pretrained-checkpoint"),
     refuse("use --load DIR/iter_…", "override-ckpt-iteration"),
     refuse(
@@ -105,24 +109,24 @@ pub const TABLE: &[Entry] = &[
         "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format",
     ),
     refuse(
-        "give the layout as it is to be; a checkpoint is read under every one",
+        "set the layout of this run; a checkpoint loads under every layout",
         "use-mp-args-from-checkpoint-args",
     ),
     refuse(
-        "checkpoints that are kept for a while are not there: --save-interval says how often --save is written",
+        "temporary checkpoints are not supported: --save-interval sets how often --save is written",
         "non-persistent-save-interval non-persistent-ckpt-type replication",
     ),
     with(
         "non-persistent-save-interval non-persistent-ckpt-type replication",
         One,
-        "checkpoints that are kept for a while are not there: --save-interval says how often --save is written",
+        "temporary checkpoints are not supported: --save-interval sets how often --save is written",
         "non-persistent-* replication-*",
     ),
     refuse("use a run file", "yaml-cfg"),
     leave_out(One, "every checkpoint holds the run's settings", "save-config-filepath"),
     leave_out(
         One,
-        "tensors of single steps are not written",
+        "tensors of single steps cannot be written",
         "save-activations-interval save-dgrads-interval save-params-interval save-wgrads-interval \
          save-tokens-per-expert-interval",
     ),

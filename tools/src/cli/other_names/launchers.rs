@@ -1,10 +1,10 @@
 //! Flags of DeepSpeed's runner and torchrun, for `megatron launch`.
 
-/// Names without dashes, and what is to be done. docs/reference/from-deepspeed.md and
-/// from-torchrun.md tell the same.
+/// Names without dashes, and the advice for each. docs/reference/from-deepspeed.md and
+/// from-torchrun.md list the same flags.
 pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     (&["num-gpus", "num-accelerators"], "use --nproc-per-node, or --include with a --hostfile"),
-    (&["num-nodes"], "use --include with the hosts of the --hostfile to take, or --nnodes"),
+    (&["num-nodes"], "use --include to select hosts of the --hostfile, or --nnodes"),
     (
         &["launcher"],
         "leave it out: a --hostfile's ranks are started over ssh. Slurm and MPI start `megatron pretrain` itself: `srun megatron pretrain …`",
@@ -16,7 +16,7 @@ pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     ),
     (
         &["no-ssh-check", "force-multi", "no-python", "no-local-rank"],
-        "leave it out: it is so here, or there is no choice",
+        "leave it out: this is always so, or cannot be changed here",
     ),
     (&["module"], "put the whole command after `--`: -- python -m MODULE"),
     (
@@ -25,15 +25,15 @@ pub(super) const OTHER_LAUNCHERS: [(&[&str], &str); 10] = [
     ),
     (
         &["elastic-training", "min-elastic-nodes", "max-elastic-nodes"],
-        "the number of machines is fixed; --max-restarts starts ranks again",
+        "the number of machines is fixed; --max-restarts restarts ranks",
     ),
     (
         &["bind-cores-to-rank", "bind-core-list", "enable-each-rank-log", "save-pid", "autotuning"],
-        "this is not there",
+        "this is not supported",
     ),
 ];
 
-/// What to do instead of a flag of another launcher; by its name with dashes.
+/// The advice for a flag of another launcher, by its name with dashes.
 pub fn instead_of_launchers(name: &str) -> Option<&'static str> {
     OTHER_LAUNCHERS.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
 }

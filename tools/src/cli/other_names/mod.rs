@@ -1,10 +1,10 @@
-//! Flags of Megatron-LM's, DeepSpeed's, Hugging Face's and torchrun's that are none of this
-//! program's: what is to be done with each.
+//! How to treat flags of Megatron-LM, DeepSpeed, Hugging Face and torchrun that this program does
+//! not have.
 //!
-//! One that cannot change a result here is passed over. One that could, or that asks for what is
-//! not there, is refused with the reason. A flag that has another name here is an alias in
-//! [`super::flags`] instead. docs/reference/from-megatron-lm.md tells the
-//! same.
+//! A flag that cannot change a result here is ignored. A flag that could change a result, or that
+//! asks for an unsupported feature, is refused with the reason. A flag that has another name here
+//! is an alias in [`super::flags`] instead. docs/reference/from-megatron-lm.md lists the same
+//! flags.
 
 mod capabilities;
 mod files;
@@ -24,7 +24,7 @@ pub use launchers::instead_of_launchers;
 pub use programs::instead_of_generators;
 pub use values::refused_value;
 
-/// How many words behind it a flag takes, as Megatron-LM's parser has it.
+/// How many words a flag takes after it, in Megatron-LM's parser.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Takes {
     Nothing,
@@ -33,11 +33,10 @@ pub enum Takes {
     Several,
 }
 
-/// What is to be done with some flags, and why.
+/// How to treat a group of flags, and why.
 #[derive(Debug)]
 pub struct Entry {
-    /// Without dashes in front, between spaces; one that ends with `*` stands for all that begin
-    /// so.
+    /// Names without leading dashes, separated by spaces; `*` at the end matches any rest.
     names: &'static str,
     pub takes: Takes,
     what: What,
@@ -48,27 +47,28 @@ pub struct Entry {
 enum What {
     LeaveOut,
     Refuse,
-    /// Left out with these values, refused with others.
+    /// Ignored with these values, refused with others.
     Unless(&'static [&'static str]),
-    /// Refused where one of these flags is given, which is when it is read, and left out elsewhere.
+    /// Refused if one of these flags is given, because Megatron-LM reads it only then; otherwise
+    /// ignored.
     With(&'static str),
-    /// A switch that is on unless another flag turns it off, which is the only way here.
+    /// A switch that is on unless another flag turns it off. It cannot be turned off here.
     On,
     Judged(fn(&Given<'_>) -> Verdict),
 }
 
-/// What is to be done with a flag as it was given.
+/// The decision for a flag as it was given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It changes nothing here.
+    /// The flag has no effect here.
     PassedOver,
     /// With the reason.
     Refused(&'static str),
-    /// These words say the same here.
+    /// The equivalent words of this program.
     Words(Vec<String>),
 }
 
-/// A flag as it was given, with the line it stands on.
+/// A flag as it was given, with the whole command line.
 #[derive(Debug)]
 pub struct Given<'a> {
     pub values: &'a [String],
@@ -82,7 +82,7 @@ impl Given<'_> {
     }
 }
 
-/// Everything that is given to a run, by name with dashes, with its values.
+/// All given settings of a run: values by name with dashes.
 #[derive(Clone, Debug, Default)]
 pub struct Line(BTreeMap<String, Vec<String>>);
 
@@ -92,7 +92,7 @@ impl Line {
         self.0.insert(name.to_string(), values.to_vec());
     }
 
-    /// Adds all of this to `other`, where it says nothing yet.
+    /// Adds all of this to `other` without replacing settings.
     pub fn put_under(self, other: &mut Self) {
         self.0.into_iter().for_each(|(name, values)| {
             other.0.entry(name).or_insert(values);
@@ -117,7 +117,7 @@ const fn leave_out(takes: Takes, because: &'static str, names: &'static str) -> 
     Entry { names, takes, what: What::LeaveOut, because }
 }
 
-/// Values are of no interest, since the run does not start.
+/// The values do not matter, because the run does not start.
 const fn refuse(because: &'static str, names: &'static str) -> Entry {
     Entry { names, takes: Takes::Several, what: What::Refuse, because }
 }
@@ -191,8 +191,7 @@ fn entries() -> impl Iterator<Item = &'static Entry> {
     TABLES.into_iter().flatten()
 }
 
-/// What is known of a flag, or key of a run file, that is none of `pretrain`'s; by its name with
-/// dashes.
+/// The entry for a flag or run-file key that `pretrain` does not have, by its name with dashes.
 pub fn find(name: &str) -> Option<&'static Entry> {
     let exact = entries().find(|entry| entry.names.split_whitespace().any(|known| known == name));
     exact.or_else(|| {
@@ -204,17 +203,17 @@ pub fn find(name: &str) -> Option<&'static Entry> {
     })
 }
 
-/// A name with dashes inside, without dashes in front.
+/// The name with inner dashes instead of underscores, without leading dashes.
 pub fn with_dashes(name: &str) -> String {
     name.trim_start_matches('-').replace('_', "-")
 }
 
-/// The line that tells which flags a run passes over, if there are some.
+/// The line that lists the flags that a run ignores, if any.
 pub fn passed_over(flags: &[String]) -> Option<String> {
     let what = match flags.len() {
         0 => return None,
-        1 => "1 flag of Megatron-LM has no meaning here".to_string(),
-        n => format!("{n} flags of Megatron-LM have no meaning here"),
+        1 => "1 flag of Megatron-LM has no effect here".to_string(),
+        n => format!("{n} flags of Megatron-LM have no effect here"),
     };
     Some(format!("{what}: {}", flags.join(", ")))
 }

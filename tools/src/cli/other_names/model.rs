@@ -1,4 +1,4 @@
-//! The architecture, how it is computed, and its first weights.
+//! The architecture, its computation, and its initial weights.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, Given, Verdict, judged, leave_out, on, refuse, same_value, unless, with};
@@ -6,7 +6,7 @@ use super::{Entry, Given, Verdict, judged, leave_out, on, refuse, same_value, un
 pub const TABLE: &[Entry] = &[
     leave_out(
         Nothing,
-        "kernels are fused where they can be",
+        "kernels are fused where possible",
         "no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion \
          no-gradient-accumulation-fusion no-gradient-reduce-div-fusion no-persist-layer-norm masked-softmax-fusion \
          bias-activation-fusion bias-dropout-fusion apply-rope-fusion gradient-accumulation-fusion \
@@ -16,57 +16,57 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         One,
-        "there is one implementation of every layer",
+        "every layer has one implementation",
         "cross-entropy-fusion-impl transformer-impl attention-backend flash-attention-version",
     ),
     leave_out(
         Nothing,
-        "there is one implementation of every layer",
+        "every layer has one implementation",
         "use-mcore-models use-legacy-models enable-experimental export-te-mcore-model onnx-safe",
     ),
     leave_out(
         Nothing,
-        "attention is fused, and its scores and softmax are in fp32",
+        "attention is fused, with scores and softmax in fp32",
         "use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling",
     ),
-    unless(&["local"], "layers that are written in Python are not there", "spec"),
+    unless(&["local"], "layers written in Python are not supported", "spec"),
     // Activation functions.
     judged(
         Nothing,
         exact_gelu,
-        "GELU by erf, which Megatron-LM computes then, is not there; leave it out for GELU by tanh",
+        "with it, Megatron-LM computes GELU with erf, which is not supported; leave it out for GELU with tanh",
         "no-bias-gelu-fusion use-te-activation-func",
     ),
-    leave_out(Nothing, "GELU is by tanh", "openai-gelu"),
+    leave_out(Nothing, "GELU uses tanh", "openai-gelu"),
     refuse(
-        "activation functions other than GELU (by tanh) and SwiGLU are not there",
+        "only GELU (tanh) and SwiGLU are supported",
         "squared-relu quick-geglu activation-func activation-func-clamp-value gated-linear-unit",
     ),
-    unless(&["0"], "an offset in SwiGLU is not there", "glu-linear-offset"),
+    unless(&["0"], "an offset in SwiGLU is not supported", "glu-linear-offset"),
     on("use --disable-bias-linear", "add-bias-linear"),
     // Normalization.
     refuse(
-        "normalization by weights that are kept less 1 is not there",
+        "normalization weights stored minus 1 are not supported",
         "apply-layernorm-1p layernorm-zero-centered-gamma",
     ),
     refuse(
-        "only residual connections around normalization are there (pre-LayerNorm)",
+        "only pre-LayerNorm residual connections are supported",
         "apply-residual-connection-post-layernorm",
     ),
-    refuse("normalization of queries and keys is not there", "qk-layernorm qk-l2-norm"),
+    refuse("normalization of queries and keys is not supported", "qk-layernorm qk-l2-norm"),
     with(
         "qk-layernorm qk-l2-norm",
         Nothing,
-        "normalization of queries and keys is not there",
+        "normalization of queries and keys is not supported",
         "apply-wd-to-qk-layernorm",
     ),
-    refuse("clipping of queries and keys is not there", "qk-clip"),
-    with("qk-clip", One, "clipping of queries and keys is not there", "qk-clip-*"),
+    refuse("clipping of queries and keys is not supported", "qk-clip"),
+    with("qk-clip", One, "clipping of queries and keys is not supported", "qk-clip-*"),
     // Positions.
     judged(
         Nothing,
         |_| Verdict::Words(vec!["--position-embedding-type=rope".to_string()]),
-        "it is --position-embedding-type rope",
+        "use --position-embedding-type rope",
         "use-rotary-position-embeddings",
     ),
     judged(
@@ -78,64 +78,72 @@ pub const TABLE: &[Entry] = &[
     judged(
         One,
         whole_heads,
-        "rotary positions of a part of each head are not there",
+        "rotary positions for a part of each head are not supported",
         "rotary-percent",
     ),
     judged(
         Nothing,
         of_rope,
-        "rotary positions of neighbouring elements are not there",
+        "rotary positions that pair neighbouring elements are not supported",
         "rotary-interleaved",
     ),
-    judged(One, of_rope, "layers with and without rotary positions are not there", "no-rope-freq"),
-    unless(&["rope"], "YaRN is not there", "rope-type"),
+    judged(
+        One,
+        of_rope,
+        "a mix of layers with and without rotary positions is not supported",
+        "no-rope-freq",
+    ),
+    unless(&["rope"], "YaRN is not supported", "rope-type"),
     leave_out(
         One,
-        "it belongs to --position-embedding-type relative, which is not there",
+        "it needs --position-embedding-type relative, which is not supported",
         "relative-attention-num-buckets relative-attention-max-distance",
     ),
     leave_out(
         Several,
-        "it belongs to --position-embedding-type mrope, which is not there",
+        "it needs --position-embedding-type mrope, which is not supported",
         "mrope-section",
     ),
     // Attention.
     judged(
         Several,
         window,
-        "only windows of a query and the tokens before it are there: --window-size N,0, which is --sliding-window N + 1",
+        "only windows over a query and the tokens before it are supported: --window-size N,0, which is --sliding-window N + 1",
         "window-size",
     ),
     with(
         "window-size",
         One,
-        "windows in some of the layers are not there",
+        "windows in only some layers are not supported",
         "window-attn-skip-freq",
     ),
-    unless(&["vanilla"], "softmax with an offset is not there", "softmax-type"),
-    refuse("a scale of attention other than 1/√(width of a head) is not there", "softmax-scale"),
-    refuse("gates on the output of attention are not there", "attention-output-gate"),
-    refuse("sequences of differing lengths in a microbatch are not there", "variable-seq-lengths"),
-    // First weights.
+    unless(&["vanilla"], "softmax with an offset is not supported", "softmax-type"),
+    refuse("an attention scale other than 1/√(head width) is not supported", "softmax-scale"),
+    refuse("gates on the attention output are not supported", "attention-output-gate"),
+    refuse(
+        "sequences of different lengths in one microbatch are not supported",
+        "variable-seq-lengths",
+    ),
+    // Initial weights.
     leave_out(
         Nothing,
-        "first weights are the same under every layout and on every device",
+        "initial weights are the same under every layout and on every device",
         "use-cpu-initialization init-model-with-meta-device perform-initialization no-initialization",
     ),
-    refuse("replicas begin alike", "data-parallel-random-init"),
+    refuse("replicas start with equal weights", "data-parallel-random-init"),
     refuse(
-        "first weights are normal with --init-method-std",
+        "initial weights are normal, with --init-method-std",
         "init-method-xavier-uniform init-method output-layer-init-method embedding-init-method \
          embedding-init-method-std",
     ),
-    refuse("frozen layers are not there", "freeze-all-layers"),
-    // The same bits.
+    refuse("frozen layers are not supported", "freeze-all-layers"),
+    // Reproducibility.
     leave_out(
         Nothing,
-        "a step has the same bits every time",
+        "steps are always bitwise reproducible",
         "deterministic-mode batch-invariant-mode te-rng-tracker use-te-rng-tracker inference-rng-tracker",
     ),
-    leave_out(One, "a step has the same bits every time", "batch-invariant-backend"),
+    leave_out(One, "steps are always bitwise reproducible", "batch-invariant-backend"),
 ];
 
 /// SwiGLU has no GELU.
@@ -148,7 +156,7 @@ fn is_rope(given: &Given<'_>) -> bool {
         || given.line.has("use-rotary-position-embeddings")
 }
 
-/// Read with rotary positions alone.
+/// Read only with rotary positions.
 fn of_rope(given: &Given<'_>) -> Verdict {
     if is_rope(given) { given.refused() } else { Verdict::PassedOver }
 }
@@ -161,8 +169,8 @@ fn whole_heads(given: &Given<'_>) -> Verdict {
     }
 }
 
-/// Megatron-LM takes it beside rotary positions alone, from the time when these were added to
-/// learned ones.
+/// Megatron-LM accepts it only with rotary positions, for historical reasons: these were once added
+/// to learned ones.
 fn no_position_embedding(given: &Given<'_>) -> Verdict {
     match given.line.value("position-embedding-type") {
         Some("rope" | "none" | "alibi") => Verdict::PassedOver,
@@ -171,7 +179,7 @@ fn no_position_embedding(given: &Given<'_>) -> Verdict {
     }
 }
 
-/// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, itself not counted.
+/// `(128,0)`, `128,0` or `128 0`: 128 tokens before a query, not counting the query itself.
 fn window(given: &Given<'_>) -> Verdict {
     let text = given.values.join(" ");
     let numbers: Vec<&str> =

@@ -1,4 +1,4 @@
-//! How the model and the batch are cut over ranks, and how ranks talk.
+//! How the model and the batch are split over ranks, and how ranks communicate.
 
 use super::Takes::{Nothing, One, Several};
 use super::{Entry, leave_out, refuse, unless};
@@ -6,7 +6,7 @@ use super::{Entry, leave_out, refuse, unless};
 pub const TABLE: &[Entry] = &[
     leave_out(
         Nothing,
-        "communication is overlapped where that pays, which changes no result",
+        "communication is overlapped where that helps, which changes no result",
         "tp-comm-overlap tp-comm-overlap-ag tp-comm-overlap-rs tp-comm-overlap-rs-dgrad tp-comm-bulk-dgrad \
          tp-comm-bulk-wgrad tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs \
          tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1 disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs \
@@ -19,7 +19,7 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         One,
-        "communication is overlapped where that pays, which changes no result",
+        "communication is overlapped where that helps, which changes no result",
         "tp-comm-overlap-cfg tp-comm-bootstrap-backend wgrad-deferral-limit suggested-communication-unit-size \
          pipeline-model-parallel-comm-backend",
     ),
@@ -30,61 +30,61 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         Nothing,
-        "gradients are summed in fp32 (--grad-reduce-in-bf16 aside), in buckets of --bucket-size",
+        "gradients are summed in fp32 (unless --grad-reduce-in-bf16), in buckets of --bucket-size",
         "average-in-collective ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw \
          pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation reduce-scatter-with-fp32-accumulation",
     ),
     leave_out(
         One,
-        "gradients are summed in fp32 (--grad-reduce-in-bf16 aside), in buckets of --bucket-size",
+        "gradients are summed in fp32 (unless --grad-reduce-in-bf16), in buckets of --bucket-size",
         "ddp-num-buckets num-buckets",
     ),
     leave_out(
         Several,
-        "gradients are summed in fp32 (--grad-reduce-in-bf16 aside), in buckets of --bucket-size",
+        "gradients are summed in fp32 (unless --grad-reduce-in-bf16), in buckets of --bucket-size",
         "ddp-param-name-patterns-for-fp32-local-accumulation param-name-patterns-for-fp32-local-accumulation",
     ),
     leave_out(
         Nothing,
-        "NCCL's variables (NCCL_…) say how it works",
+        "NCCL's environment variables (NCCL_…) configure it",
         "nccl-ub use-nccl-ub disable-symmetric-registration use-sharp high-priority-a2a-comm-stream \
          use-gloo-process-groups disable-gloo-process-groups",
     ),
     leave_out(
         One,
-        "NCCL's variables (NCCL_…) say how it works",
+        "NCCL's environment variables (NCCL_…) configure it",
         "sharp-enabled-group nccl-communicator-config-path",
     ),
-    leave_out(Several, "NCCL's variables (NCCL_…) say how it works", "high-priority-stream-groups"),
     leave_out(
         Several,
-        "context parallelism exchanges tokens for heads by all-to-all, which is Megatron's a2a",
+        "NCCL's environment variables (NCCL_…) configure it",
+        "high-priority-stream-groups",
+    ),
+    leave_out(
+        Several,
+        "context parallelism uses all-to-all between tokens and heads, Megatron's a2a",
         "cp-comm-type hierarchical-context-parallel-sizes",
     ),
     refuse(
-        "context parallelism of differing sizes is not there",
+        "context parallelism of varying size is not supported",
         "hybrid-context-parallel max-seqlen-per-dp-cp-rank",
     ),
     leave_out(Nothing, "the order of ranks changes no result", "use-tp-pp-dp-mapping"),
-    leave_out(One, "the launcher's LOCAL_RANK says it", "local-rank"),
-    leave_out(One, "ranks meet before the model is made", "lazy-mpu-init"),
+    leave_out(One, "the launcher's LOCAL_RANK sets it", "local-rank"),
+    leave_out(One, "ranks connect before the model is created", "lazy-mpu-init"),
     leave_out(
         One,
-        "--distributed-timeout-minutes holds all the time",
+        "--distributed-timeout-minutes applies at all times",
         "distributed-timeout-seconds-after-init",
     ),
-    refuse("start the ranks that there are", "fake-process-group"),
+    refuse("start as many ranks as the run needs", "fake-process-group"),
     unless(
         &["1"],
-        "weights that are cut further than by tp and gathered for a layer are not there",
+        "weights sharded beyond tp and gathered per layer are not supported",
         "gtp-weight-remat-size expert-gtp-weight-remat-size tensor-parallel-num-weight-shards \
          expert-tensor-parallel-num-weight-shards",
     ),
-    leave_out(
-        Several,
-        "it is read with --gtp-weight-remat-size alone, which is not there",
-        "gtp-*",
-    ),
+    leave_out(Several, "it needs --gtp-weight-remat-size, which is not supported", "gtp-*"),
     // FSDP.
     leave_out(
         Nothing,

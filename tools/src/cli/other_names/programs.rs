@@ -1,4 +1,4 @@
-//! Flags and keys of DeepSpeed, of Hugging Face's Trainer and of others: the one that says the same
+//! Flags and keys of DeepSpeed, Hugging Face's Trainer and other programs, with the equivalent flag
 //! here.
 
 use super::{Entry, refuse};
@@ -15,14 +15,14 @@ pub const TABLE: &[Entry] = &[
         "offload-optimizer cpu-optimizer",
     ),
     refuse(
-        "weights are not moved away (ZeRO-3): --optimizer-cpu-offload and --offload-optimizer-nvme-path move the \
-         optimizer's state",
+        "weight offload (ZeRO-3) is not supported: --optimizer-cpu-offload and \
+         --offload-optimizer-nvme-path offload the optimizer state",
         "offload-param cpu-offload-params remote-device",
     ),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
     refuse("use --global-batch-size", "train-batch-size"),
     refuse(
-        "it follows: --global-batch-size / (--micro-batch-size · replicas)",
+        "it is computed: --global-batch-size / (--micro-batch-size · replicas)",
         "gradient-accumulation-steps gas num-microbatches",
     ),
     refuse("use --clip-grad", "gradient-clipping max-grad-norm"),
@@ -33,7 +33,7 @@ pub const TABLE: &[Entry] = &[
         "deepspeed-activation-checkpointing activation-checkpointing \
         gradient-checkpointing",
     ),
-    // Sizes of a layout, in short.
+    // Short names of a layout's sizes.
     refuse(
         "use --tensor-model-parallel-size",
         "tp-size tp tensor-parallel-size tensor-parallel tensor-parallel-degree",
@@ -52,7 +52,7 @@ pub const TABLE: &[Entry] = &[
     ),
     refuse("use --micro-batch-size", "per-device-train-batch-size"),
     refuse(
-        "evaluation has the batches of training: --micro-batch-size and --eval-iters",
+        "evaluation uses the batch size of training: --micro-batch-size and --eval-iters",
         "per-device-eval-batch-size",
     ),
     refuse("use --lr", "learning-rate"),
@@ -79,13 +79,13 @@ pub const TABLE: &[Entry] = &[
         "master-addr master-port dist-url",
     ),
     refuse(
-        "`megatron launch` has it, or `--data-parallel-size` starts replicas",
+        "use it with `megatron launch`, or start replicas with `--data-parallel-size`",
         "nproc-per-node nnodes node-rank",
     ),
 ];
 
-/// Flags of programs that continue texts, for `megatron generate`: Megatron-LM's, Hugging Face's,
-/// vLLM's and llama.cpp's. Names without dashes, and what says the same.
+/// Flags of other text generators, for `megatron generate`: Megatron-LM's, Hugging Face's, vLLM's
+/// and llama.cpp's. Names without dashes, and the equivalent here.
 const GENERATORS: [(&[&str], &str); 6] = [
     (
         &[
@@ -104,13 +104,13 @@ const GENERATORS: [(&[&str], &str); 6] = [
     (&["model", "model-name-or-path", "model-path", "checkpoint", "ckpt"], "use --load"),
     (
         &["greedy", "do-sample", "no-sample"],
-        "--temperature 0 takes the likeliest token, above 0 it is drawn",
+        "--temperature 0 takes the likeliest token; above 0, tokens are sampled",
     ),
     (&["tp-size", "tp", "tensor-parallel-size"], "use --tensor-model-parallel-size"),
     (&["random-seed"], "use --seed"),
 ];
 
-/// What to do instead of a flag of another program that continues texts; by its name with dashes.
+/// The advice for a flag of another text generator, by its name with dashes.
 pub fn instead_of_generators(name: &str) -> Option<&'static str> {
     GENERATORS.iter().find(|(names, _)| names.contains(&name)).map(|(_, instead)| *instead)
 }

@@ -15,7 +15,7 @@ fn is_ours(name: &str) -> bool {
     sections().iter().any(|(_, args)| args.iter().any(|arg| is_named(arg, name)))
 }
 
-/// A flag's name, its values, and what else is on the line.
+/// A flag's name, its values, and the other flags on the line.
 type Case<'a> = (&'a str, &'a [&'a str], &'a [(&'a str, &'a [&'a str])]);
 
 fn judge(name: &str, values: &[&str], line: &[(&str, &[&str])]) -> Verdict {
@@ -42,7 +42,7 @@ fn no_flag_of_ours_is_among_them() {
             for name in arg.get_long().into_iter().chain(arg.get_all_aliases().unwrap_or_default())
             {
                 let name = with_dashes(name);
-                // What begins with it may be.
+                // Names that begin with it may be documented instead.
                 let exact = entries()
                     .any(|entry| entry.names.split_whitespace().any(|known| known == name));
                 assert!(!exact, "{name} is a flag of this program: take it out of the table");
@@ -159,11 +159,11 @@ fn the_documentation_says_the_same() {
     let of = |heading: &'static str| {
         flags.iter().filter(move |(known, _)| known.starts_with(heading)).map(|(_, name)| name)
     };
-    assert!(of("passed over").count() > 20 && of("refused").count() > 15, "{flags:?}");
+    assert!(of("ignored").count() > 20 && of("refused").count() > 15, "{flags:?}");
     for name in of("here") {
         assert!(is_ours(name) || find(name).is_some(), "{name}");
     }
-    for name in of("passed over").filter(|name| !is_ours(name)) {
+    for name in of("ignored").filter(|name| !is_ours(name)) {
         let passed_over = |entry: &Entry| !matches!(entry.what, What::Refuse);
         let told = match name.strip_suffix('*') {
             Some(start) => entries().any(|e| {

@@ -1,24 +1,24 @@
-//! Values that flags of this program have in Megatron-LM and not here.
+//! Values that Megatron-LM supports and this program does not, for flags that both have.
 
 /// A flag, values, and why they are refused.
 const VALUES: [(&str, &str, &str); 5] = [
     (
         "optimizer",
         "muon dist_muon adaptive_muon lion soap shampoo",
-        "optimizers other than AdamW (adam) and SGD with momentum (sgd) are not there",
+        "only AdamW (adam) and SGD with momentum (sgd) are supported",
     ),
     (
         "position-embedding-type",
         "mrope relative yarn",
-        "positions other than learned_absolute, rope, alibi and none are not there",
+        "only learned_absolute, rope, alibi and none are supported",
     ),
     ("exp-avg-dtype", "fp16 fp8", "moments are kept in fp32 or bf16"),
     ("exp-avg-sq-dtype", "fp16 fp8", "moments are kept in fp32 or bf16"),
-    ("dataloader-type", "external", "data that a program of your own reads are not there"),
+    ("dataloader-type", "external", "external data loaders are not supported"),
 ];
 
-/// Why `value` of a flag of this program is refused, if Megatron-LM has it; by the flag's name with
-/// dashes.
+/// Why `value` of a flag of this program is refused, if it is a value of Megatron-LM; by the flag's
+/// name with dashes.
 pub fn refused_value(flag: &str, value: &str) -> Option<&'static str> {
     let known = VALUES
         .iter()

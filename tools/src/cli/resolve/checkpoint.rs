@@ -1,4 +1,4 @@
-//! `[checkpoint]`: what is saved, loaded, and kept.
+//! `[checkpoint]`: which checkpoints are saved, loaded, and kept.
 
 use megatron::config::{CheckpointConfig, Retention, SchedulerOf, Takes};
 
@@ -36,12 +36,12 @@ impl Resolver<'_> {
         }
         if takes != Takes::All && c.max_restarts > 0 {
             return Err(Error::usage(format!(
-                "{} would take as little of this run's own checkpoints when it is started again, as {} asks for; make the first steps without restarts",
+                "{} would also apply to this run's own checkpoints when {} restarts it; run the first steps without restarts",
                 self.origins.cite(key, true),
                 self.origins.cite("max_restarts", c.max_restarts)
             )));
         }
-        // Megatron-LM's command lines name --save beside --skip-train, which saves nothing.
+        // Megatron-LM's command lines give --save together with --skip-train, which saves nothing.
         let saves = !self.flags.training.skip_train;
         Ok(CheckpointConfig {
             save: c.save.clone().filter(|_| saves),
@@ -64,7 +64,7 @@ impl Resolver<'_> {
             (true, false) => Ok(SchedulerOf::Run),
             (false, true) => Ok(SchedulerOf::Checkpoint),
             (true, true) => Err(Error::usage(format!(
-                "{} takes this run's schedule, and {} the checkpoint's; give one of them",
+                "{} uses this run's schedule, but {} uses the checkpoint's; give only one",
                 self.origins.cite("override_opt_param_scheduler", true),
                 self.origins.cite("use_checkpoint_opt_param_scheduler", true)
             ))),

@@ -7,13 +7,13 @@ use crate::cli::flags;
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    /// Runs save and stop on signals; nobody can ask that they do not.
+    /// Runs always save and stop on signals; turning this off is an error.
     pub(super) fn exit_signal(&self) -> Result<()> {
         if self.flags.training.ends.exit_signal_handler {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "{} cannot be: a run that is told to stop saves first; leave it out (SIGKILL ends a run at once)",
+            "{} is not possible: a run always saves before it stops on a signal; leave it out (SIGKILL ends a run at once)",
             self.origins.cite("exit_signal_handler", false)
         )))
     }
@@ -33,7 +33,7 @@ impl Resolver<'_> {
         Ok(Retention { interval: c.save_retain_interval, most_recent })
     }
 
-    /// The weight decay that grows over `samples` samples, if it does.
+    /// The increase of the weight decay over `samples` samples, if it grows.
     pub(super) fn weight_decay_increase(
         &self,
         samples: u64,
@@ -45,7 +45,8 @@ impl Resolver<'_> {
                 let given = [("start_weight_decay", start), ("end_weight_decay", end)];
                 return match given.into_iter().find_map(|(key, value)| Some((key, value?))) {
                     Some((key, value)) => Err(Error::usage(format!(
-                        "{} is of a weight decay that grows, and this one is constant; set weight_decay_incr_style to linear or cosine, or set weight_decay",
+                        "{} is for a weight decay that grows, but weight_decay_incr_style is \
+                         constant; set that to linear or cosine, or set weight_decay",
                         self.origins.cite(key, value)
                     ))),
                     None => Ok(None),
@@ -59,7 +60,7 @@ impl Resolver<'_> {
                 Ok(Some(WeightDecayIncrease { start, end, style, samples }))
             }
             _ => Err(Error::usage(format!(
-                "{} needs both ends of the increase; set start_weight_decay and end_weight_decay",
+                "{} needs a start and an end; set start_weight_decay and end_weight_decay",
                 self.origins.cite(
                     "weight_decay_incr_style",
                     if style == IncreaseStyle::Linear { "linear" } else { "cosine" }

@@ -1,4 +1,4 @@
-//! What a run reports, and where to.
+//! What a run reports, and where.
 
 use megatron::config::{LoggingConfig, ProfileConfig, TensorboardConfig};
 
@@ -56,9 +56,9 @@ impl Resolver<'_> {
         }
         let (dir, ranks) = (l.profile_dir.clone(), l.profile_ranks.clone());
         let (start, end) = (l.profile_step_start, l.profile_step_end);
-        // Megatron-LM's steps, where the run has as many.
+        // Megatron-LM's default steps, if the run is long enough.
         let step_start =
-            self.derived("profile_step_start", start, "10, or the last but one", || {
+            self.derived("profile_step_start", start, "10, or the second-to-last", || {
                 10.min(train_iters.saturating_sub(1)).max(1)
             });
         let step_end =

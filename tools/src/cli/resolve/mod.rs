@@ -1,5 +1,5 @@
-//! From what was typed to a whole [`RunConfig`]: Megatron-LM's defaults, derived values, and
-//! contradictions.
+//! Turns the given settings into a complete [`RunConfig`]: adds Megatron-LM's defaults and derived
+//! values, and detects contradictions.
 
 mod checkpoint;
 mod ends;
@@ -25,10 +25,10 @@ use super::{Gathered, SAME_THING, other_names};
 use crate::error::{Error, Result};
 use crate::ranks::Distributed;
 
-/// Seconds of ten years, which is as good as no timeout.
+/// Ten years in seconds, which is practically no timeout.
 const LONGEST_TIMEOUT: f64 = 10.0 * 365.0 * 24.0 * 3600.0;
 
-/// A run that was checked, except for what only its data can tell.
+/// A run that was checked, except for what depends on its data.
 #[derive(Clone, Debug)]
 pub struct Resolved {
     /// `model.vocab_size` is 0 until the data are opened.
@@ -36,13 +36,14 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
-    /// What the run says once, before it starts.
+    /// Notes that the run prints once, before it starts.
     pub notes: Vec<String>,
-    /// The checkpoint that names data or tokenizer, where nothing else does.
+    /// The checkpoint that supplies data path or tokenizer, if no other setting does.
     pub data_of: Option<PathBuf>,
 }
 
-/// Resolves and validates; `launcher` is the place in a world that a launcher gave this process.
+/// Resolves and validates the settings; `launcher` is this process's place in the world of a
+/// launcher.
 ///
 /// # Errors
 /// If settings are missing, contradict each other, or break an equation of the layout.
@@ -89,17 +90,17 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     notes.extend(tokenizer.note);
     if r.flags.data.mock_data && !r.flags.data.data_path.is_empty() {
         let mock = r.origins.cite("mock_data", true);
-        notes.push(format!("note: {mock} makes data up; data_path is not read"));
+        notes.push(format!("note: {mock} generates data; data_path is not read"));
     }
     notes.extend(r.without_effect(&run, gathered));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
-            "{}: this run computes on CPUs, whose ranks exchange data through shared memory, and over TCP between machines",
+            "{}: this run computes on CPUs, so ranks exchange data through shared memory, or over TCP between machines",
             r.origins.cite("distributed_backend", "nccl")
         ));
         distributed.backend = Backend::Auto;
     }
-    // Of Megatron-LM's NullTokenizer it is the tokens without the one that ends documents.
+    // For Megatron-LM's NullTokenizer, it does not count the end-of-document token.
     let vocab_size =
         r.flags.model.vocab_size.filter(|_| !is_null).or(r.hf.map(|hf| hf.model.vocab_size));
     let data_of = gathered.recorded.as_ref().filter(|recorded| {
@@ -126,7 +127,7 @@ struct Resolver<'a> {
     origins: Origins,
     /// What `init_from_hf` describes.
     hf: Option<HfConfig>,
-    /// What was given and changes nothing.
+    /// Given settings without effect.
     passed_over: Vec<String>,
 }
 
@@ -142,8 +143,8 @@ impl Resolver<'_> {
         }
     }
 
-    /// Notes those of `settings` that are given, which the run as it is does not read:
-    /// Megatron-LM's scripts leave them on their lines.
+    /// Records the given ones of `settings`, which this run does not read. They are not errors,
+    /// because Megatron-LM's scripts often contain them.
     fn pass_over(&mut self, settings: &[(&str, bool)]) {
         for (key, _) in settings.iter().filter(|(_, given)| *given) {
             let origin = self.origins.of(key).unwrap_or_default();
@@ -164,13 +165,13 @@ impl Resolver<'_> {
         })
     }
 
-    /// An error if more than one of the settings that say the same thing is given.
+    /// An error if more than one of these equivalent settings is given.
     fn at_most_one(&self, settings: &[(&str, bool)]) -> Result<()> {
         let given: Vec<&str> =
             settings.iter().filter(|(_, given)| *given).map(|(key, _)| *key).collect();
         match given.as_slice() {
             [first, second, ..] => Err(Error::usage(format!(
-                "{first} ({}) and {second} ({}) set the same thing; give one of them",
+                "{first} ({}) and {second} ({}) set the same thing; give only one",
                 self.origins.of(first).unwrap_or("?"),
                 self.origins.of(second).unwrap_or("?")
             ))),
@@ -180,7 +181,7 @@ impl Resolver<'_> {
 
     fn refuse_contradictions(&self, gathered: &Gathered) -> Result<()> {
         let o = &gathered.flags.optimizer;
-        // As with Megatron-LM, whose defaults these are.
+        // Megatron-LM treats its defaults (0) in the same way.
         let no_warmup = |key: &str| match key {
             "lr_warmup_iters" => o.lr_warmup_iters == Some(0),
             "lr_warmup_samples" => o.lr_warmup_samples == Some(0),
@@ -239,27 +240,27 @@ impl Resolver<'_> {
         .collect();
         let swallowed = self.flags.data.data_path.last().filter(|p| p.ends_with(".toml"));
         let hint = swallowed.map_or(String::new(), |path| {
-            format!("; if {path} is the run file, put it before --data-path, which takes every word that follows")
+            format!("; if {path} is the run file, put it before --data-path, which takes all words after it")
         });
         let recorded = match (&gathered.recorded, &self.flags.checkpoint.load) {
             (Some(recorded), _) => format!(
-                "; the checkpoint {} does not record {}, as one that was imported or is of an early version",
+                "; the checkpoint {} does not record {}: it was imported, or an early version wrote it",
                 recorded.path.display(),
                 recorded.lacks.join(" ")
             ),
             (None, Some(load)) if resumable(load)?.is_some() => {
                 format!(
-                    "; with --use-checkpoint-args the checkpoint in {} tells them",
+                    "; --use-checkpoint-args takes them from the checkpoint in {}",
                     load.display()
                 )
             }
             (None, Some(load)) => {
-                format!("; {} holds no checkpoint that would tell them", load.display())
+                format!("; {} holds no checkpoint to take them from", load.display())
             }
             (None, None) => String::new(),
         };
         Err(Error::usage(format!(
-            "not set: {}. Set them in a run file, or by the flags of the same names{hint}{recorded}",
+            "not set: {}. Set them in a run file, or with the flags of the same names{hint}{recorded}",
             missing.join(", ")
         )))
     }
@@ -267,7 +268,7 @@ impl Resolver<'_> {
     fn data(&self, tokenizer: &ChosenTokenizer) -> DataConfig {
         let d = &self.flags.data;
         DataConfig {
-            // As in Megatron-LM made-up data come first.
+            // As in Megatron-LM, made-up data take priority.
             data_path: if d.mock_data { Vec::new() } else { d.data_path.clone() },
             split: d.split.clone(),
             tokenizer: tokenizer.name.clone(),
@@ -284,7 +285,7 @@ impl Resolver<'_> {
     fn distributed(&self) -> Result<Distributed> {
         let p = &self.flags.parallel;
         let minutes = p.distributed_timeout_minutes;
-        // Longer than any run, and short enough for deadlines to be reckoned with.
+        // Longer than any run, and short enough to compute deadlines without overflow.
         let seconds = if minutes.is_nan() { 0.0 } else { (minutes * 60.0).min(LONGEST_TIMEOUT) };
         let timeout = Duration::try_from_secs_f64(seconds)
             .ok()
@@ -304,7 +305,7 @@ impl Resolver<'_> {
             matches!((&c.save, &c.load), (Some(save), Some(load)) if same_folder(save, load));
         if c.max_restarts > 0 && !goes_on {
             return Err(Error::usage(format!(
-                "{} starts a run that failed again from its last checkpoint, which needs --save, and --load with the same folder",
+                "{} restarts a failed run from its last checkpoint; set --save, and --load with the same folder",
                 self.origins.cite("max_restarts", c.max_restarts)
             )));
         }
@@ -319,9 +320,9 @@ impl Resolver<'_> {
     }
 }
 
-/// The user's cache folder as the XDG Base Directory Specification finds it. Who has no folder gets
-/// one in that of temporary files, which has the user's number in its name; whether it is the
-/// user's own is found out where it is used, as of every cache.
+/// The user's cache folder according to the XDG Base Directory Specification. Without a home folder
+/// it is a folder in the temporary directory with the user's id in its name. As for every cache,
+/// its ownership is checked where it is used.
 pub fn default_cache() -> PathBuf {
     let folder =
         |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());

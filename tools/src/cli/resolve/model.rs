@@ -7,10 +7,9 @@ use crate::cli::Gathered;
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    /// The architecture of `init_from_hf`. Settings that were given may repeat it, and may choose
-    /// what is training's (the length of samples, dropout, padding) and what weights are made to
-    /// fit: the vocabulary's size, the base of rotary frequencies, and, where positions are
-    /// relative, the longest sequence.
+    /// The architecture of `init_from_hf`. Given settings may repeat it. They may choose settings
+    /// of training (sample length, dropout, padding), and those that the weights are adapted to:
+    /// the vocabulary size, the rotary base and, with relative positions, the longest sequence.
     pub(super) fn model_from_hf(
         &mut self,
         gathered: &Gathered,
@@ -114,7 +113,7 @@ impl Resolver<'_> {
             match given {
                 Some(ours) if ours != theirs => {
                     contradictions
-                        .push(format!("{} where it has {theirs}", self.origins.cite(key, ours)));
+                        .push(format!("{}, but it has {theirs}", self.origins.cite(key, ours)));
                 }
                 Some(_) => {}
                 None => self.origins.record(key, &origin),
@@ -122,8 +121,9 @@ impl Resolver<'_> {
         }
         if !contradictions.is_empty() {
             return Err(Error::usage(format!(
-                "contradicting {origin}: {}; leave out what describes the architecture (--vocab-size and, where positions are relative, \
-                 --max-position-embeddings and --rotary-base may differ)",
+                "contradicting {origin}: {}; leave out flags of the architecture (only \
+                 --vocab-size may differ and, with relative positions, --max-position-embeddings \
+                 and --rotary-base)",
                 contradictions.join(", ")
             )));
         }
@@ -139,7 +139,7 @@ impl Resolver<'_> {
         Ok(model)
     }
 
-    /// Changes a Hugging Face model as far as its weights serve for another one.
+    /// Applies the changes to a Hugging Face model for which its weights can be used.
     fn override_hf(&self, model: &mut ModelConfig, gathered: &Gathered) -> Result<()> {
         let m = &self.flags.model;
         if model.position_embedding == PositionEmbedding::Rope
@@ -152,7 +152,7 @@ impl Resolver<'_> {
                 && positions != model.max_position_embeddings
             {
                 return Err(Error::usage(format!(
-                    "{}, and the model has {} positions, which it has learned: its weights are of these alone",
+                    "{}, but the model has learned {} positions and has weights only for these",
                     self.origins.cite("max_position_embeddings", positions),
                     model.max_position_embeddings
                 )));
@@ -188,7 +188,7 @@ impl Resolver<'_> {
             ),
             false => (hidden.saturating_mul(4), "4 · hidden_size"),
         };
-        // As in Megatron-LM, where the switch alone shares one among all.
+        // As in Megatron-LM, the switch alone means one group for all heads.
         let groups = if m.group_query_attention {
             ("1 with group_query_attention", 1)
         } else {

@@ -32,14 +32,14 @@ impl Resolver<'_> {
             }
             (None, Some(fraction)) => {
                 let cited = self.origins.cite("lr_warmup_fraction", fraction);
-                return Err(Error::usage(format!("{cited} must lie in [0, 1]")));
+                return Err(Error::usage(format!("{cited} must be in [0, 1]")));
             }
             (None, None) => 0,
         };
         let wsd = self.samples("lr_wsd_decay", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples, gbs);
         if o.lr_decay_style == DecayStyle::Wsd && wsd.is_none() {
             return Err(Error::usage(format!(
-                "{} needs the length of its annealing; set lr_wsd_decay_iters",
+                "{} needs the length of the annealing; set lr_wsd_decay_iters",
                 self.origins.cite("lr_decay_style", "WSD")
             )));
         }
@@ -50,7 +50,7 @@ impl Resolver<'_> {
             (false, Some(folder)) => OptimizerOffload::Nvme(folder.clone()),
             (true, Some(folder)) => {
                 return Err(Error::usage(format!(
-                    "{} and {} are two places for one state; leave one out",
+                    "{} and {} both move the optimizer state; leave one out",
                     self.origins.cite("optimizer_cpu_offload", true),
                     self.origins.cite("offload_optimizer_nvme_path", folder.display())
                 )));
@@ -79,8 +79,8 @@ impl Resolver<'_> {
         })
     }
 
-    /// A length given as `NAME_iters` or `NAME_samples`, in samples; its origin is recorded as
-    /// NAME's.
+    /// A length given as `NAME_iters` or `NAME_samples`, in samples. Its origin is recorded under
+    /// NAME.
     pub(super) fn samples(
         &mut self,
         name: &str,

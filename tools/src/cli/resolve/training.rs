@@ -53,7 +53,7 @@ impl Resolver<'_> {
         Ok(training)
     }
 
-    /// The steps in a row that end a run as diverged.
+    /// The number of consecutive non-finite steps that ends a run as diverged.
     pub(super) fn max_nonfinite_steps(&self) -> Result<u64> {
         let t = &self.flags.training;
         if !t.check_for_nan_in_loss_and_grad {
@@ -61,7 +61,7 @@ impl Resolver<'_> {
         }
         if t.max_nonfinite_steps != 1 && self.origins.of("max_nonfinite_steps") != Some("default") {
             return Err(Error::usage(format!(
-                "{} ends the run at the first step that is not finite, and {} does not; give one of them",
+                "{} ends the run at the first step that is not finite, but {} does not; give only one",
                 self.origins.cite("check_for_nan_in_loss_and_grad", true),
                 self.origins.cite("max_nonfinite_steps", t.max_nonfinite_steps)
             )));
@@ -69,7 +69,8 @@ impl Resolver<'_> {
         Ok(1)
     }
 
-    /// How the global batch grows. Lengths in steps say nothing then of how many samples they are.
+    /// How the global batch grows. With a growing batch, lengths in steps do not determine a number
+    /// of samples.
     pub(super) fn rampup(&self) -> Result<Option<BatchSizeRampup>> {
         let (given, o) = (&self.flags.training.rampup_batch_size, &self.flags.optimizer);
         if given.is_empty() {
@@ -82,13 +83,13 @@ impl Resolver<'_> {
         let (Ok([start, increment, _]), [_, _, samples]) = (sizes.as_deref(), given.as_slice())
         else {
             return Err(Error::usage(format!(
-                "{cited} must be three numbers: samples of the first steps, by how many they grow at a time, and samples after which they are whole"
+                "{cited} must be three numbers: the first batch size, the increment, and the samples over which the batch grows"
             )));
         };
         let in_steps = [
             ("train", self.flags.training.train_iters),
             ("lr_decay", o.lr_decay_iters),
-            // Megatron-LM's default is none.
+            // Megatron-LM's default, 0, means none.
             ("lr_warmup", o.lr_warmup_iters.filter(|steps| *steps > 0)),
             ("lr_wsd_decay", o.lr_wsd_decay_iters),
         ];
@@ -104,7 +105,7 @@ impl Resolver<'_> {
             .collect();
         if !in_steps.is_empty() {
             return Err(Error::usage(format!(
-                "with {cited} steps have different numbers of samples, so lengths are given in samples: {}",
+                "with {cited}, steps have different numbers of samples, so give lengths in samples: {}",
                 in_steps.join(", ")
             )));
         }
@@ -114,7 +115,7 @@ impl Resolver<'_> {
     pub(super) fn precision(&mut self) -> Result<Precision> {
         let p = &self.flags.training.precision;
         self.at_most_one(&[("bf16", p.bf16), ("fp16", p.fp16)])?;
-        // Megatron-LM's and DeepSpeed's for a scale that adapts itself.
+        // In Megatron-LM and DeepSpeed, 0 means a dynamic loss scale.
         let loss_scale = p.loss_scale.filter(|scale| *scale != 0.0);
         let of_dynamic = [
             ("initial_loss_scale", p.initial_loss_scale.is_some()),
@@ -128,8 +129,8 @@ impl Resolver<'_> {
             self.pass_over(&scaling);
         } else if let Some((key, _)) = scaling.iter().find(|(_, given)| *given && !p.fp16) {
             return Err(Error::usage(format!(
-                "{key} ({}) is a setting of fp16, and the run is in fp32, which needs no loss scale; leave it out or add fp16 \
-                 = true",
+                "{key} ({}) is a setting of fp16, but the run is in fp32, which needs no loss \
+                 scale; leave it out or add fp16 = true",
                 self.origins.of(key).unwrap_or("?")
             )));
         }
@@ -137,7 +138,7 @@ impl Resolver<'_> {
             (p.fp16, loss_scale, of_dynamic.iter().find(|(_, given)| *given))
         {
             return Err(Error::usage(format!(
-                "{key} ({}) is a setting of a loss scale that adapts itself, and {} is fixed; give one of them",
+                "{key} ({}) is for a dynamic loss scale, but {} is fixed; give only one",
                 self.origins.of(key).unwrap_or("?"),
                 self.origins.cite("loss_scale", scale)
             )));

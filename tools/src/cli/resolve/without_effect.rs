@@ -1,4 +1,4 @@
-//! Settings that were given and change nothing, because of others.
+//! Given settings without effect because of other settings.
 
 use megatron::config::{DecayStyle, OptimizerKind, PositionEmbedding, RunConfig};
 
@@ -7,10 +7,10 @@ use crate::cli::Gathered;
 use crate::cli::from_checkpoint::Recorded;
 
 impl Resolver<'_> {
-    /// One line on all of them, if there are any. Those that a user surely did not mean so are
+    /// One line that lists all of them, if there are any. Settings that are certainly a mistake are
     /// refused elsewhere.
     pub(super) fn without_effect(&self, run: &RunConfig, gathered: &Gathered) -> Option<String> {
-        // A checkpoint says all settings.
+        // A checkpoint records all settings, so these do not count as given.
         let recorded = gathered.recorded.as_ref().map(Recorded::origin);
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
@@ -70,6 +70,7 @@ impl Resolver<'_> {
                 beyond.join(" ")
             ));
         }
-        (!idle.is_empty()).then(|| format!("note: without effect here: {}", idle.join("; ")))
+        (!idle.is_empty())
+            .then(|| format!("note: these settings have no effect here: {}", idle.join("; ")))
     }
 }

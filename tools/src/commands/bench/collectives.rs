@@ -1,9 +1,9 @@
 //! `megatron bench collectives`: time and bandwidth of the operations between ranks.
 //!
-//! Sizes and bandwidths are those of NVIDIA's nccl-tests (its PERFORMANCE.md): the size is that of
-//! the larger buffer; bus bandwidth is what the slowest link carries, whatever the number of ranks:
-//! size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather, reduce_scatter and all_to_all, 1
-//! for send/recv.
+//! Sizes and bandwidths are defined as in NVIDIA's nccl-tests (its PERFORMANCE.md): the size is
+//! that of the larger buffer; bus bandwidth is the load on the slowest link, independent of the
+//! number of ranks: size / time · 2(n−1)/n for all_reduce, (n−1)/n for all_gather, reduce_scatter
+//! and all_to_all, 1 for send/recv.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -22,15 +22,16 @@ use crate::ranks::Distributed;
 use crate::ranks::{self, Joined};
 use crate::report::table::{Table, significant};
 
-/// What is timed.
+/// The operations that are timed.
 const OPERATIONS: [&str; 5] =
     ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send/recv"];
-/// Calls of the first batch that is not timed.
+/// Calls in the first batch, which is not timed.
 const FIRST_BATCH: u64 = 3;
-/// How many times as many calls a batch may have as the one before, by whose time it is chosen.
+/// Largest growth of the number of calls from one batch to the next; the time of a batch determines
+/// the size of the next.
 const GROWTH: u64 = 4;
-/// Times that are taken; each is of as many calls as the budget allows. Single calls would mislead:
-/// a rank that comes late finds its peers' data waiting and is done at once.
+/// Number of timed batches; each has as many calls as the budget allows. Single calls would
+/// mislead: a rank that arrives late finds its peers' data waiting and finishes at once.
 const BATCHES: u32 = 5;
 
 /// Time all_reduce, all_gather, reduce_scatter, all_to_all and send/recv between ranks
@@ -44,22 +45,22 @@ pub struct CollectivesArgs {
     /// Ranks [default: 2; under a launcher, its WORLD_SIZE]
     #[arg(long, value_name = "N", value_parser = number_of_ranks)]
     pub ranks: Option<usize>,
-    /// How they exchange data
+    /// How ranks exchange data
     #[arg(long, value_enum, default_value_t = Backend::Local)]
     pub backend: Backend,
-    /// Where the buffers are; those of GPUs go through the host but with `--backend nccl`
+    /// Device of the buffers; without `--backend nccl`, GPU buffers go through host memory
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "cpu")]
     pub device: Choice,
-    /// Bytes of the larger buffer of an operation, with K, M or G
+    /// Bytes of the larger buffer of an operation, with the units K, M or G
     #[arg(long, value_name = "BYTES,…", value_delimiter = ',', default_value = "4K,1M,16M,64M")]
     pub sizes: Vec<Size>,
-    /// What the buffers hold
+    /// Dtype of the buffers
     #[arg(long, value_enum, default_value_t = Elements::F32)]
     pub dtype: Elements,
     /// Only operations whose names contain this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub only: String,
-    /// Time spent on each operation and size, about
+    /// Approximate time spent on each operation and size
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
 }
@@ -140,23 +141,22 @@ fn number_of_ranks(text: &str) -> std::result::Result<usize, String> {
 /// Runs the benchmark and returns the exit code to end with.
 ///
 /// # Errors
-/// If ranks cannot be started or meet, or an operation fails.
+/// If ranks cannot be started or cannot connect, or if an operation fails.
 pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     if !OPERATIONS.iter().any(|operation| operation.contains(&args.only)) {
         return Err(CliError::usage(format!(
-            "--only {}: no operation has that in its name; there are {}",
+            "--only {}: no operation has this in its name; operations are {}",
             args.only,
             OPERATIONS.join(", ")
         )));
     }
-    // Tensors in memory as a training process has them: on huge pages, where the system gives
-    // those.
+    // Allocates tensors as a training process does: on huge pages, if the system provides them.
     kernels::tensor::allocator::keep_freed();
     let place = ranks::place()?;
     let (backend, ranks) = match (args.backend, &place) {
         (Backend::Threads, Some(_)) => {
             return Err(CliError::usage(
-                "--backend threads has its ranks in one process; start it without a launcher",
+                "--backend threads runs all ranks in one process; start it without a launcher",
             ));
         }
         (Backend::Threads, None) => {
@@ -182,7 +182,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
         max_restarts: 0,
     };
     if args.backend == Backend::Nccl && args.device == Choice::Cpu {
-        return Err(CliError::usage("--backend nccl is for tensors of GPUs: add --device cuda"));
+        return Err(CliError::usage("--backend nccl needs GPU tensors: add --device cuda"));
     }
     ranks::check_device(args.device)?;
     let Some(place) = place else {
@@ -194,7 +194,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
             place.variables.world_size, place.world_size
         )));
     }
-    // The world, and messages both ways.
+    // Communicators for the world and for messages in both directions.
     let Joined { world, device, .. } = ranks::join(&place, &distributed, None, 3)?;
     let figures = measure(args, &world, &device)
         .map_err(|error| ranks::failed(error.into(), &world, &device))?;
@@ -204,7 +204,7 @@ pub fn run(args: &CollectivesArgs) -> CliResult<u8> {
     Ok(0)
 }
 
-/// Ranks as threads of this process; the figures are rank 0's.
+/// Runs the ranks as threads of this process; the results are rank 0's.
 fn on_threads(args: &CollectivesArgs) -> Result<Vec<Figure>> {
     std::thread::scope(|scope| {
         let world = threads::world(args.ranks.unwrap_or(2));
@@ -229,7 +229,7 @@ struct Figure {
     ranks: usize,
     size: String,
     bytes: usize,
-    /// Bus bandwidth over size / time.
+    /// Ratio of bus bandwidth to size / time.
     bus: f64,
     timing: Timing,
 }
@@ -267,7 +267,7 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
             world.reduce_scatter(&whole, &share, ReduceOp::Sum)?.wait()
         })?;
         figure(all_to_all, (n - 1.0) / n, 1.0, &|| world.all_to_all(&whole, &other)?.wait())?;
-        // There and back again between the first two ranks; one way is half of it.
+        // A round trip between the first two ranks; one way is half of it.
         figure(send_recv, 1.0, 0.5, &|| match world.rank() {
             0 => {
                 world.send(&whole, 1, 0)?.wait()?;
@@ -283,7 +283,7 @@ fn measure(args: &CollectivesArgs, world: &Group, device: &Device) -> Result<Vec
     Ok(figures)
 }
 
-/// Zeros, which stay zeros when they are summed again and again, in memory that is really there.
+/// A buffer of zeros, which remain zero in repeated sums, with all pages committed.
 fn buffer(elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     let zeros = Tensor::zeros(elements, dtype, device)?;
     if !device.is_cpu() {
@@ -296,8 +296,8 @@ fn buffer(elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
     Ok(zeros)
 }
 
-/// Times `call` on all ranks together: seconds of a call, as the means of batches that fill
-/// `budget` on rank 0. On a GPU by times that it notes.
+/// Times `call` on all ranks together. Returns seconds per call: means of batches that fill
+/// `budget` on rank 0. On a GPU, GPU events measure the time.
 fn time(
     world: &dyn Communicator,
     device: &Device,
@@ -319,8 +319,9 @@ fn time(
     Ok(Timing::new(seconds))
 }
 
-/// How many calls fill `budget` on rank 0; `batch` tells the seconds of one of so many. The first
-/// calls are far slower than later ones, so batches grow until one is nearly long enough.
+/// How many calls fill `budget` on rank 0; `batch` returns the seconds of a batch with the given
+/// number of calls. The first calls are much slower than later ones, so batches grow until one is
+/// nearly long enough.
 fn calls_of_a_batch(
     world: &dyn Communicator,
     budget: Duration,

@@ -1,9 +1,9 @@
-//! `megatron bench machine`: the ceilings under which everything else lies, compute and memory.
+//! `megatron bench machine`: measures the machine's ceilings of compute and memory.
 //!
-//! Compute is what the instructions of products do in registers alone, for every instruction set of
-//! the machine, and the best of f32 matrix products of several sizes (the inner loop of nearly all
-//! of a training step); memory is a copy between arrays much larger than the caches, counted as
-//! STREAM does (McCalpin 1995): bytes read plus bytes written.
+//! Compute is the rate of the instructions that products use, on registers alone, for every
+//! instruction set of the machine. It is also the best of f32 matrix products of several sizes, the
+//! inner loop of nearly all of a training step. Memory is a copy between arrays much larger than
+//! the caches, counted as in STREAM (McCalpin 1995): bytes read plus bytes written.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub struct MachineArgs {
     /// Threads [default: RAYON_NUM_THREADS, or cores]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Time spent on each measurement, about
+    /// Approximate time spent on each measurement
     #[arg(long, value_name = "MS", default_value_t = 1000)]
     pub milliseconds: u64,
 }
@@ -79,8 +79,8 @@ pub fn run(args: &MachineArgs) -> Result<()> {
     Ok(())
 }
 
-/// The best f32 product and a copy on all threads, in 10⁹ operations and bytes a second, measured
-/// for some seconds.
+/// The rates of the best f32 product and of a copy on all threads, in 10⁹ operations and bytes per
+/// second, measured for a few seconds.
 ///
 /// # Errors
 /// If a kernel fails.
@@ -93,7 +93,7 @@ pub fn ceilings() -> megatron::Result<(f64, f64)> {
     Ok((best, copy(budget)?))
 }
 
-/// 10⁹ operations a second of an n × n × n product on the threads of the current pool, in its
+/// 10⁹ operations per second of an n × n × n product on the threads of the current pool, in the
 /// fastest call.
 fn gemm(n: usize, budget: Duration) -> megatron::Result<f64> {
     let mut values = vec![0.0; n * n];
@@ -103,7 +103,8 @@ fn gemm(n: usize, budget: Duration) -> megatron::Result<f64> {
     Ok(2.0 * (n as f64).powi(3) / seconds / 1e9)
 }
 
-/// 10⁹ bytes a second, read and written, on the threads of the current pool, in the fastest call.
+/// 10⁹ bytes per second, read plus written, on the threads of the current pool, in the fastest
+/// call.
 fn copy(budget: Duration) -> megatron::Result<f64> {
     let (from, mut to) = (vec![1f32; COPY], vec![0f32; COPY]);
     let part = COPY.div_ceil(rayon::current_num_threads());

@@ -1,7 +1,7 @@
-//! `megatron bench`: what this machine can do, and how much of it kernels, collectives and whole
-//! training steps reach.
+//! `megatron bench`: measures this machine, and the share of its peak that kernels, collectives and
+//! whole training steps reach.
 //!
-//! Every benchmark ends in a table in Markdown, ready for `docs/benchmarks.md`.
+//! Every benchmark ends with a Markdown table for `docs/benchmarks.md`.
 
 mod collectives;
 mod kernels;
@@ -19,12 +19,12 @@ pub use machine::ceilings;
 
 use crate::error::Result;
 
-/// How long ranks may take to stop when they are asked to: a benchmark has nothing to save.
+/// How long ranks may take to stop after a request: a benchmark has nothing to save.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
-/// Measure this machine, and what kernels, collectives and training steps make of it
+/// Measure this machine, and the speed of kernels, collectives and training steps on it
 ///
-/// Figures are worth something only if nothing else runs on the machine.
+/// Results are meaningful only if nothing else runs on the machine.
 #[derive(Args, Clone, Debug)]
 #[command(arg_required_else_help = true)]
 pub struct BenchArgs {
@@ -41,11 +41,10 @@ pub enum Bench {
     Machine(machine::MachineArgs),
 }
 
-/// Runs a benchmark and returns the exit code to end with. `origins` says which settings were
-/// typed.
+/// Runs a benchmark and returns the exit code. `origins` are the settings that the user typed.
 ///
 /// # Errors
-/// If settings cannot be used, or what is measured fails.
+/// If settings cannot be used, or the measured operation fails.
 pub fn run(bench: &Bench, origins: BTreeMap<String, String>) -> Result<u8> {
     match bench {
         Bench::Step(args) => step::run(args, origins),
@@ -55,14 +54,14 @@ pub fn run(bench: &Bench, origins: BTreeMap<String, String>) -> Result<u8> {
     }
 }
 
-/// A number of things that there must be some of.
-fn positive(text: &str) -> std::result::Result<usize, String> {
+/// Parses a number that must be at least 1.
+pub(super) fn positive(text: &str) -> std::result::Result<usize, String> {
     const MOST: usize = 1 << 20;
     let number = text.parse().ok().filter(|number| (1..=MOST).contains(number));
     number.ok_or_else(|| format!("expected a whole number from 1 to {MOST}"))
 }
 
-/// One line about the machine that a table's figures are of.
+/// One line that describes the machine of a table's results.
 pub fn machine_line() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = info

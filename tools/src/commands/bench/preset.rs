@@ -1,4 +1,4 @@
-//! Shapes that are measured, here and in `tools/bench/torch_gpt.py`.
+//! The shapes that this program and `tools/bench/torch_gpt.py` measure.
 
 use clap::{Command, FromArgMatches, ValueEnum};
 use megatron::config::{ModelConfig, PositionEmbedding};
@@ -93,8 +93,8 @@ impl Preset {
         }
     }
 
-    /// The settings of a `pretrain` of this shape, as the peer trains: no dropout, AdamW at 3e-4
-    /// with weight decay 0.01, gradients clipped at norm 1.
+    /// The settings of a `pretrain` run with this shape, equal to those of the PyTorch script: no
+    /// dropout, AdamW at 3e-4 with weight decay 0.01, gradients clipped at norm 1.
     ///
     /// # Errors
     /// If a setting of `pretrain` has changed its name.
@@ -143,8 +143,8 @@ impl Preset {
     }
 }
 
-/// N: the parameters that a token is multiplied with; position embeddings are looked up, a tied
-/// matrix counts once.
+/// N: the parameters that take part in products with a token. Position embeddings are looked up and
+/// do not count; a tied matrix counts once.
 pub fn matrix_params(model: &ModelConfig) -> u64 {
     let positions = match model.position_embedding {
         PositionEmbedding::LearnedAbsolute => {
@@ -156,8 +156,8 @@ pub fn matrix_params(model: &ModelConfig) -> u64 {
 }
 
 /// 6·N + 6·L·H·S: operations of one token, forward and backward, with the causal half of attention.
-/// `pretrain` counts as Megatron does, slightly differently; this formula is the peer script's, so
-/// that figures can be compared.
+/// `pretrain` counts slightly differently, as Megatron does. This formula is that of the PyTorch
+/// script, so that results can be compared.
 pub fn flops_per_token(model: &ModelConfig) -> f64 {
     let attention = 6 * model.num_layers * model.hidden_size * model.seq_length;
     6.0 * matrix_params(model) as f64 + attention as f64

@@ -1,7 +1,7 @@
 //! `megatron bench step`: whole training steps on random tokens, over any layout.
 //!
-//! The last line before the table has the form of `tools/bench/torch_gpt.py`, which trains the same
-//! shapes in PyTorch.
+//! The last line before the table has the format of `tools/bench/torch_gpt.py`, which trains the
+//! same shapes in PyTorch.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -26,9 +26,9 @@ use crate::ranks::{self, Joined};
 use crate::report::profile::render;
 use crate::report::table::{Table, significant};
 
-/// Steps before the first timed one: as in the peer script.
+/// Steps before the first timed one, as in the PyTorch script.
 const WARM_UP: usize = 3;
-/// Steps that `--profile` records after the timed ones, which it thus does not disturb.
+/// Steps that `--profile` records after the timed ones, so that it does not disturb them.
 const PROFILED: usize = 4;
 
 /// Time training steps of a preset on random tokens
@@ -45,23 +45,23 @@ pub struct StepArgs {
     /// Model and microbatch
     #[arg(long, value_enum, default_value_t = Preset::Small)]
     pub preset: Preset,
-    /// Timed steps, after 3 for warm-up
+    /// Timed steps, after 3 warm-up steps
     #[arg(long, value_name = "N", default_value_t = 12, value_parser = positive)]
     pub steps: usize,
-    /// Samples of one forward pass of one replica [default: the preset's]
+    /// Samples per forward pass of one replica [default: the preset's]
     #[arg(long, value_name = "B", value_parser = positive)]
     pub micro_batch_size: Option<usize>,
-    /// Samples of one step over all replicas [default: MBS·dp]
+    /// Samples per step over all replicas [default: MBS·dp]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub global_batch_size: Option<usize>,
     /// Threads of every rank [default: RAYON_NUM_THREADS, or cores / ranks]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Launch forward and backward of a microbatch as a CUDA graph
+    /// Record and launch forward and backward of a microbatch as a CUDA graph
     #[arg(long)]
     pub enable_cuda_graph: bool,
     /// Record 4 more steps: a trace of every rank for Perfetto or chrome://tracing, and a table of
-    /// where the time went
+    /// where time is spent
     #[arg(long)]
     pub profile: bool,
     /// Folder of the traces
@@ -131,7 +131,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     Ok(Gathered { flags, origins, passed_over: Vec::new(), recorded: None })
 }
 
-/// This rank's part.
+/// Runs this rank's part.
 fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::tensor::allocator::keep_freed();
     let Resolved { mut run, vocab_size, distributed, .. } = resolved;
@@ -155,18 +155,18 @@ fn rank(args: &StepArgs, resolved: Resolved, place: &RankInfo) -> Result<u8> {
     Ok(0)
 }
 
-/// What the steps of a run took.
+/// Measurements of the steps of a run.
 struct Measured {
     steps: Timing,
-    /// Largest memory of a rank, in bytes: on a GPU its tensors', on the CPU its resident set.
+    /// Largest memory use of a rank, in bytes: of its tensors on a GPU, its resident set on a CPU.
     peak_memory: f64,
     loss: f64,
-    /// Of the steps after them, on rank 0.
+    /// Profile of the steps after the timed ones, on rank 0.
     profile: Option<Profile>,
 }
 
-/// Trains for the warm-up and the timed steps, `timed` together, then for those that the run's
-/// settings record.
+/// Trains for the warm-up and timed steps (`timed` in total), then for the steps that the settings
+/// record in a profile.
 fn measure(
     run: &RunConfig,
     timed: u64,

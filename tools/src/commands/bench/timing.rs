@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use kernels::peak::Instruction;
 use megatron::Result;
 
-/// Calls that are not timed: the first ones fault memory in and start threads.
+/// Calls that are not timed: the first calls fault memory in and start threads.
 const WARM_UP: usize = 2;
-/// Timed calls, at least and at most.
+/// Minimum and maximum number of timed calls.
 const CALLS: (usize, usize) = (5, 2000);
 
 /// Seconds of repeated calls of one operation, in ascending order.
@@ -59,9 +59,10 @@ pub fn repeat<R>(budget: Duration, mut operation: impl FnMut() -> Result<R>) -> 
 }
 
 /// Calls `operation` for about `budget` after a warm-up, and runs `instruction` on all threads
-/// before and after every call, as long as the call took: times, and what each call reached of the
-/// rate around it if it takes `flops` operations. Clocks and neighbours of a shared machine change
-/// within seconds, by half; the two feel them alike.
+/// before and after every call, each as long as the call took. Returns the times, and for an
+/// operation of `flops` operations the share of the rate around it that each call reached. On a
+/// shared machine, clocks and neighbours change the speed by up to half within seconds; this
+/// affects both measurements equally.
 ///
 /// # Errors
 /// Those of `operation`.
@@ -95,9 +96,9 @@ fn time<R>(operation: &mut impl FnMut() -> Result<R>) -> Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// 10⁹ operations a second that `instruction` does at most on the threads of the current pool: the
-/// sum of their rates in the best of several runs, since neighbours on a shared machine slow down
-/// some of them. A run is long enough for the clock to settle.
+/// Peak rate of `instruction` on the threads of the current pool, in 10⁹ operations per second: the
+/// sum of the threads' rates in the best of several runs, because neighbours on a shared machine
+/// slow down some runs. A run is long enough for the clock to settle.
 pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
     let rounds = rounds_of(instruction, 0.01);
     let start = Instant::now();
@@ -108,7 +109,7 @@ pub fn peak(instruction: Instruction, budget: Duration) -> f64 {
     best / 1e9
 }
 
-/// Operations a second of one thread.
+/// Operations per second of one thread.
 fn rate(instruction: Instruction, rounds: usize) -> f64 {
     let start = Instant::now();
     instruction.run(rounds) / start.elapsed().as_secs_f64().max(1e-9)
@@ -119,7 +120,7 @@ fn rate_of_all(instruction: Instruction, rounds: usize) -> f64 {
     rayon::broadcast(|_| rate(instruction, rounds)).iter().sum()
 }
 
-/// Rounds that take about so long.
+/// Rounds that take about `seconds`.
 fn rounds_of(instruction: Instruction, seconds: f64) -> usize {
     (rate(instruction, 10_000) / instruction.run(1) * seconds) as usize
 }

@@ -6,48 +6,49 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use megatron::checkpoint::Float;
 
-/// Turn a Hugging Face model or a checkpoint of Megatron-LM into a checkpoint
+/// Convert a Hugging Face model or a Megatron-LM checkpoint into a checkpoint
 ///
 /// A folder with config.json is a Hugging Face model: config.json and *.safetensors of GPT-2,
-/// Llama, Mistral, Qwen2 and Bloom models are read. One with latest_checkpointed_iteration.txt or
-/// .metadata is Megatron-LM's or Megatron-Core's: checkpoints in the format torch_dist are read,
-/// written under any layout, with the arguments that they record; weights alone, so that the
-/// optimizer starts afresh.
+/// Llama, Mistral, Qwen2 and Bloom models are read. A folder with latest_checkpointed_iteration.txt
+/// or .metadata is Megatron-LM's or Megatron-Core's. Checkpoints in the format torch_dist are read,
+/// under any layout, with the arguments that they record. Only weights are taken, so the optimizer
+/// starts fresh.
 ///
-/// One tensor is read at a time, and keeps its dtype. What the model has and this program has not
-/// is refused by name, and no file in CKPT is replaced by another.
+/// One tensor is read at a time, and keeps its dtype. A feature that this program does not support
+/// is refused by name. No file in CKPT is replaced.
 #[derive(Args, Clone, Debug)]
 pub struct ImportArgs {
-    /// Folder of a Hugging Face model, of Megatron-LM's checkpoints (whose latest is taken), or one
+    /// Folder of a Hugging Face model or of Megatron-LM's checkpoints (the latest is taken), or one
     /// of their iter_... folders
     #[arg(value_name = "HF_DIR|MEGATRON_DIR")]
     pub from: PathBuf,
-    /// Folder of checkpoints to write to; made, and must not hold one yet, nor a Hugging Face model
+    /// Folder to write the checkpoint to; created if missing, and must not hold a checkpoint or a
+    /// Hugging Face model
     #[arg(value_name = "CKPT")]
     pub to: PathBuf,
-    /// Tokens of the tokenizer, for a checkpoint of Megatron-LM that does not know them [default:
-    /// as it records, else its padded vocabulary]
+    /// Tokens of the tokenizer, for a Megatron-LM checkpoint that does not record them [default:
+    /// the recorded number, else the padded vocabulary]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub vocab_size: Option<u32>,
 }
 
-/// Turn a checkpoint into a Hugging Face model
+/// Convert a checkpoint into a Hugging Face model
 ///
 /// Writes config.json, weights in shards with an index, generation_config.json, and the tokenizer's
-/// files if they lie beside the checkpoint, as transformers loads them.
+/// files if they are beside the checkpoint, in the form that transformers loads.
 #[derive(Args, Clone, Debug)]
 pub struct ExportArgs {
-    /// Folder of checkpoints, whose latest is taken, or one of its iter_... folders
+    /// Folder of checkpoints (the latest is taken), or one of its iter_... folders
     #[arg(value_name = "CKPT")]
     pub from: PathBuf,
-    /// Folder to write; it must not hold anything
+    /// Folder to write to; must be empty or missing
     #[arg(value_name = "HF_DIR")]
     pub to: PathBuf,
-    /// The most that one file holds: bytes, or with a unit (KB, MB, GB: powers of 1000; KiB, MiB,
+    /// Largest size of one file in bytes, or with a unit (KB, MB, GB: powers of 1000; KiB, MiB,
     /// GiB: of 1024)
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = byte_size)]
     pub max_shard_size: u64,
-    /// Dtype of the weights: fp32, bf16, fp16 [default: as they are stored]
+    /// Dtype of the weights: fp32, bf16, fp16 [default: the stored dtype]
     #[arg(long, value_name = "DTYPE", value_parser = dtypes())]
     pub dtype: Option<Float>,
 }

@@ -1,5 +1,5 @@
-//! `megatron import` and `megatron export`: from Hugging Face folders and Megatron-LM's checkpoints
-//! to checkpoints, and to Hugging Face folders.
+//! `megatron import` and `megatron export`: convert Hugging Face folders and Megatron-LM
+//! checkpoints to checkpoints, and checkpoints to Hugging Face folders.
 
 mod args;
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// Runs `import` and returns the exit code to end with.
 ///
 /// # Errors
-/// If the model is not known or damaged, or the checkpoint cannot be written.
+/// If the model is unknown or damaged, or the checkpoint cannot be written.
 pub fn import(args: &ImportArgs) -> Result<u8> {
     let bar =
         if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
@@ -31,7 +31,8 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
     let lines = match (hugging_face, args.vocab_size) {
         (true, None) => from_hugging_face(args, progress),
         (true, Some(_)) => Err(Error::usage(format!(
-            "--vocab-size is for checkpoints of Megatron-LM, and {} is a Hugging Face model, whose {} names it; leave it out",
+            "--vocab-size is for Megatron-LM checkpoints, but {} is a Hugging Face model with its \
+             vocabulary size in {}; leave it out",
             args.from.display(),
             hf::CONFIG
         ))),
@@ -41,8 +42,9 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
             }
             _ if megatron_core::is_megatron(&args.from) => from_megatron(args, progress),
             _ => Err(Error::usage(format!(
-                "{} is neither a Hugging Face model ({}) nor a checkpoint of Megatron-LM (latest_checkpointed_iteration.txt, or .metadata \
-                 in an iter_... folder): none of these files is there",
+                "{} is neither a Hugging Face model ({}) nor a checkpoint of Megatron-LM \
+                 (latest_checkpointed_iteration.txt, or .metadata in an iter_... folder): it has \
+                 none of these files",
                 args.from.display(),
                 hf::CONFIG
             ))),
@@ -56,7 +58,7 @@ pub fn import(args: &ImportArgs) -> Result<u8> {
 fn from_hugging_face(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Vec<String>> {
     let done = hf::import(&args.from, &args.to, progress)?;
     let (family, millions, path) = (done.family, done.elements as f64 / 1e6, done.path.display());
-    let imported = format!("imported a {family} model of {millions:.1} M parameters as {path}");
+    let imported = format!("imported a {family} model with {millions:.1} M parameters as {path}");
     Ok(done.note.clone().into_iter().chain([imported]).collect())
 }
 
@@ -74,19 +76,22 @@ fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Ve
         Vocabulary::Given(size) => format!("its vocabulary: {size} tokens (--vocab-size)"),
         Vocabulary::Recorded(size) => {
             format!(
-                "its vocabulary: {size} tokens, as the checkpoint records; --vocab-size names another number"
+                "its vocabulary: {size} tokens, as the checkpoint records; --vocab-size sets another number"
             )
         }
         Vocabulary::Padded(size) => format!(
-            "its vocabulary: all {size} rows of the padded one, as the checkpoint does not know the tokenizer's tokens; --vocab-size names them"
+            "its vocabulary: all {size} rows of the padded vocabulary, because the checkpoint does \
+             not record the number of tokens; --vocab-size sets it"
         ),
     };
     let optimizer = match done.had_optimizer {
-        true => "its optimizer's state was left out: training starts with a fresh one, at step 0",
+        true => {
+            "its optimizer state was left out: training starts with a fresh optimizer, at step 0"
+        }
         false => "training starts with a fresh optimizer, at step 0",
     };
     let imported =
-        format!("imported a model of Megatron-LM{at} of {millions:.1} M parameters as {path}");
+        format!("imported a Megatron-LM model{at} with {millions:.1} M parameters as {path}");
     Ok(vec![imported, vocabulary, optimizer.into()])
 }
 

@@ -26,14 +26,14 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
     let mean = tokens as f64 / sequences.max(1) as f64;
     fact(
         "lengths",
-        format!("{shortest} to {longest} tokens a sequence, {mean:.1} in the mean, {empty} empty"),
+        format!("{shortest} to {longest} tokens per sequence, {mean:.1} on average, {empty} empty"),
     );
     let token_type = format!("{:?}", dataset.token_type()).to_lowercase();
     fact("stored as", format!("{token_type}, {}", DecimalBytes(tokens.saturating_mul(size))));
     let places = if dataset.is_contiguous() {
         "the index accounts for every byte"
     } else {
-        fact("order", "sequences do not lie one after another in the .bin file");
+        fact("order", "sequences are not contiguous in the .bin file");
         "every sequence of the index is in the .bin file"
     };
     if verify {
@@ -42,11 +42,11 @@ pub fn inspect(prefix: &Path, verify: bool) -> Result<()> {
         bar.finish();
         fact(
             "largest id",
-            format!("{largest}: fits vocabularies of {} tokens and more", u64::from(largest) + 1),
+            format!("{largest}: fits vocabularies of {} or more tokens", u64::from(largest) + 1),
         );
         fact("whole", format!("yes: {places}, and every token is an id"));
     } else {
-        fact("whole", format!("{places}; tokens were not looked at (--verify=false)"));
+        fact("whole", format!("{places}; tokens were not checked (--verify=false)"));
     }
     Ok(())
 }

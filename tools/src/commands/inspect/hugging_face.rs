@@ -1,5 +1,5 @@
-//! What a Hugging Face model's folder holds. Only headers are read; nothing in the files is
-//! trusted.
+//! Shows the contents of a Hugging Face model's folder. Only headers are read; nothing in the files
+//! is trusted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ use serde_json::Value;
 use super::{fact, short};
 use crate::error::{Error as CliError, Result};
 
-/// Longer configurations are taken for something else.
+/// Longer files are not taken for configurations.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
-/// Settings that are worth a line, under their names of today and those of GPT-2 and Bloom.
+/// Settings to show, under their current names and those of GPT-2 and Bloom.
 const SETTINGS: [&str; 13] = [
     "num_hidden_layers",
     "hidden_size",
@@ -34,8 +34,8 @@ const SETTINGS: [&str; 13] = [
 
 type Tensors = BTreeMap<String, (Option<Float>, Vec<usize>)>;
 
-/// Prints what is in the folder, or in one safetensors file. Data are looked at only if `verify`,
-/// and only for what import would.
+/// Prints the contents of the folder or of one safetensors file. Data are read only with `verify`,
+/// and only for the checks that import makes.
 pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     fact("model", path.display());
     if !path.is_dir() {
@@ -44,14 +44,14 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         return Ok(());
     }
     let config = path.join(CONFIG);
-    // A link that leads nowhere is there, too, and cannot be read.
+    // A dangling link also counts: it exists, but cannot be read.
     let config = if is_listed(&config) {
         describe(&config)?
     } else {
-        fact("family", format!("unknown: there is no {CONFIG}"));
+        fact("family", format!("unknown: {CONFIG} is missing"));
         None
     };
-    // Import takes them along.
+    // Import copies these files.
     for file in SIDECAR_FILES.map(|name| path.join(name)).iter().filter(|file| is_listed(file)) {
         files::open_binary(file).map_err(|e| Error::io("open", file, e))?;
     }
@@ -67,7 +67,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         if let Err(error) = possible {
             fact("import", format!("not possible: {error}"));
             tensors(&held);
-            let why = format!("does not hold the model that its {CONFIG} describes");
+            let why = format!("does not match the model in its {CONFIG}");
             return Err(Error::checkpoint(path, why).into());
         }
         fact("import", format!("possible, as {family:?}"));
@@ -78,12 +78,12 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
     tensors(&held);
     fact(
         "whole",
-        "headers describe every byte of the files, and an index, if there is one, every tensor",
+        "headers describe every byte of the files, and the index, if present, every tensor",
     );
     Ok(())
 }
 
-/// Whether there is something of this name, if only a link that leads nowhere.
+/// Whether the name exists, even as a dangling link.
 fn is_listed(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
@@ -102,7 +102,8 @@ pub fn weight_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The family and the settings; returns those of a model that this program can import.
+/// Prints the family and the settings; returns the configuration if this program can import the
+/// model.
 fn describe(path: &Path) -> Result<Option<HfConfig>> {
     let text = files::read(path, MAX_CONFIG_BYTES).map_err(|e| Error::io("read", path, e))?;
     let refuse =

@@ -1,5 +1,5 @@
-//! `megatron inspect`: what a checkpoint, a dataset or a Hugging Face model holds, and whether it
-//! is whole.
+//! `megatron inspect`: shows the contents of a checkpoint, a dataset or a Hugging Face model, and
+//! checks that it is complete.
 
 mod dataset;
 mod hugging_face;
@@ -12,15 +12,16 @@ use megatron::checkpoint;
 
 use crate::error::{Error, Result};
 
-/// Show what is in a checkpoint, a dataset or a Hugging Face model, and whether it is whole
+/// Show the contents of a checkpoint, a dataset or a Hugging Face model, and check that it is
+/// complete
 ///
 /// A checkpoint: its iteration, tensors, model and layout, and the layouts it fits. An indexed
 /// dataset: its sequences, documents and tokens. A Hugging Face folder or a .safetensors file: its
 /// architecture and tensors.
 ///
-/// Everything is read and checked: checksums of checkpoints, the largest token of datasets.
-/// --verify=false looks at no data, only at what describes them. Files are not trusted; one that is
-/// damaged is named, and the exit code is 1.
+/// All data are read and checked: checksums of checkpoints, the largest token of datasets. With
+/// --verify=false only headers and manifests are read. If a file is damaged, the message names it
+/// and the exit code is 1.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron inspect checkpoints/quickstart
@@ -31,10 +32,10 @@ pub struct InspectArgs {
     /// A checkpoint folder, the prefix of a .bin and an .idx file, or a Hugging Face folder
     #[arg(value_name = "CKPT|DATASET_PREFIX|HF_DIR")]
     pub path: PathBuf,
-    /// Which of the checkpoints in a folder [default: the latest]
+    /// Iteration of the checkpoint in the folder [default: the latest]
     #[arg(long, value_name = "N")]
     pub iteration: Option<u64>,
-    /// Read all data and check them
+    /// Read and check all data
     #[arg(long, action = ArgAction::Set, default_value_t = true)]
     pub verify: bool,
 }
@@ -48,15 +49,15 @@ enum Kind {
     HuggingFace,
 }
 
-/// Prints what is at the path, and returns the exit code.
+/// Prints the contents of the path, and returns the exit code.
 ///
 /// # Errors
-/// If there is nothing that is known, or it is damaged.
+/// If the path is of no known kind, or is damaged.
 pub fn run(args: &InspectArgs) -> Result<u8> {
     let kind = kind(&args.path)?;
     if args.iteration.is_some() && kind != Kind::Checkpoint {
         return Err(Error::usage(format!(
-            "--iteration is for checkpoints, and {} is none",
+            "--iteration is for checkpoints, but {} is not a checkpoint",
             args.path.display()
         )));
     }
@@ -93,7 +94,7 @@ fn kind(path: &Path) -> Result<Kind> {
             PathBuf::from(file)
         };
         let (bin, idx) = (with(".bin"), with(".idx"));
-        // Where one of the two is missing, the reader says so.
+        // If one of the two files is missing, the reader reports it.
         (bin.exists() || idx.exists()) && (*prefix == path || path == bin || path == idx)
     };
     if let Some(prefix) = prefixes.iter().find(is_pair) {
@@ -101,14 +102,14 @@ fn kind(path: &Path) -> Result<Kind> {
     }
     if !path.exists() {
         return Err(Error::usage(format!(
-            "{} does not exist, and there is no indexed dataset with this prefix (a .bin and an .idx file)",
+            "{} does not exist, and no indexed dataset (a .bin and an .idx file) has this prefix",
             path.display()
         )));
     }
     let datasets = datasets_in(path);
     if !datasets.is_empty() {
         return Err(Error::usage(format!(
-            "{} is a folder that indexed datasets are in; name the prefix of one: {}",
+            "{} is a folder of indexed datasets; give the prefix of one: {}",
             path.display(),
             datasets.join(", ")
         )));
@@ -120,7 +121,7 @@ fn kind(path: &Path) -> Result<Kind> {
     )))
 }
 
-/// The prefixes of the indexed datasets in a folder, at most as many as a message has room for.
+/// The prefixes of the indexed datasets in a folder, as many as fit into a message.
 fn datasets_in(folder: &Path) -> Vec<String> {
     const MOST: usize = 10;
     let entries =
@@ -138,12 +139,12 @@ fn datasets_in(folder: &Path) -> Vec<String> {
     prefixes
 }
 
-/// Prints one fact: a name, and what is known.
+/// Prints one line: a name and its text.
 fn fact(name: &str, text: impl std::fmt::Display) {
     crate::print_line(&format!("{name:<12}{text}"));
 }
 
-/// A number of parameters or tokens, short.
+/// A number of parameters or tokens in short form.
 fn short(count: u64) -> String {
     match count {
         0..10_000 => count.to_string(),
@@ -184,7 +185,7 @@ mod tests {
             ("a.c", "does not exist"),
             ("missing", "does not exist"),
             ("empty", "neither"),
-            ("", &format!("name the prefix of one: {prefix}")),
+            ("", &format!("give the prefix of one: {prefix}")),
         ] {
             let error = kind(&at(nothing)).unwrap_err().to_string();
             assert!(error.contains(why), "{nothing}: {error}");

@@ -42,7 +42,7 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         match &saved {
             Some(saved) => model(&saved.run.model),
             None => {
-                format!("'{}', of another program: its tensors alone are known", run.architecture)
+                format!("'{}', of another program: only its tensors are known", run.architecture)
             }
         },
     );
@@ -66,16 +66,16 @@ pub fn inspect(path: &Path, verify: bool) -> Result<()> {
         fact(
             "whole",
             format!(
-                "yes: every element is there once, and the checksums of all {chunks} chunks agree"
+                "yes: every element is present once, and the checksums of all {chunks} chunks match"
             ),
         );
     } else {
-        fact("whole", "every element is there once; checksums were not looked at (--verify=false)");
+        fact("whole", "every element is present once; checksums were not checked (--verify=false)");
     }
     Ok(())
 }
 
-/// The layouts that a run of it may have.
+/// Prints the layouts that a run of the model can use.
 fn fits(saved: &SavedGpt) {
     let sizes = saved.tensor_parallel_sizes();
     let sizes: Vec<String> = sizes.iter().map(usize::to_string).collect();
@@ -89,7 +89,7 @@ fn fits(saved: &SavedGpt) {
     );
 }
 
-/// Tensors by a property.
+/// Prints the tensors grouped by a property.
 fn by<K: Ord>(
     tensors: &[TensorEntry],
     key: impl Fn(&TensorEntry) -> K,

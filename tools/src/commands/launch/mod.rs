@@ -1,4 +1,5 @@
-//! `megatron launch`: any command, once per rank, on this machine or on those of a hostfile.
+//! `megatron launch`: starts any command once per rank, on this machine or on the machines of a
+//! hostfile.
 
 mod args;
 
@@ -18,17 +19,16 @@ use crate::launch::{
 };
 use crate::ranks::{secret, secret_or_new};
 
-/// torchrun's port, and DeepSpeed's.
+/// The default port of torchrun and DeepSpeed.
 const DEFAULT_PORT: u16 = 29500;
-/// What ssh is told after the user's own arguments, of which it takes the first of each kind:
-/// several that ask for passwords at once are of no use, and a machine that is gone is to be
-/// noticed.
+/// Options for ssh after the user's own arguments; ssh uses the first of each kind. BatchMode,
+/// because several simultaneous password prompts are useless; ServerAliveInterval, to notice a lost
+/// machine.
 const SSH_ARGS: [&str; 4] = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=30"];
-/// How long another machine may take longer than its ranks to stop.
+/// How much longer than its ranks another machine may take to stop.
 const SLOWER: Duration = Duration::from_secs(10);
 
-/// Starts the ranks, of this machine or of those of a hostfile, and returns the exit code to end
-/// with.
+/// Starts the ranks on this machine or on those of a hostfile, and returns the exit code.
 ///
 /// # Errors
 /// If the command cannot be started, the hostfile cannot be used, or the port is in use.
@@ -65,7 +65,8 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
             master: (launch.master_addr.clone().unwrap_or_else(|| "127.0.0.1".to_string()), port),
             any_port: launch.master_port.is_none() && launch.nnodes == 1,
             serves_store: false,
-            // Of supervisors that were started one by one nobody can make it but who started them.
+            // If the user starts one supervisor per machine, only the user can create a common
+            // secret.
             secret: if launch.nnodes > 1 { secret()? } else { secret_or_new()? },
             style: Style::Command,
             shares_gpus: crate::ranks::share_gpus(
@@ -74,7 +75,7 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
             ),
             variables,
         }),
-        // Long enough for ranks that end of the same cause to say so.
+        // Long enough for ranks with the same cause of failure to report it.
         self_end: Duration::from_secs(1),
         stop_limit: Some(Duration::from_secs(launch.grace_period.into())),
         max_restarts: launch.max_restarts,
@@ -84,11 +85,11 @@ fn here(launch: &LaunchArgs, variables: Vec<(OsString, OsString)>) -> Result<u8>
     })
 }
 
-/// This command once more on each of `hosts`, which `path` names.
+/// Runs this command on each of `hosts`, which the hostfile `path` lists.
 fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
     if let Some(host) = hosts.iter().find(|host| hosts.len() > 1 && is_loopback(&host.name)) {
         return Err(Error::usage(format!(
-            "{}: {} is every machine to itself; name it as the others reach it",
+            "{}: {} means a different machine on each host; give a name or address that the other machines reach",
             path.display(),
             host.name
         )));
@@ -117,7 +118,7 @@ fn elsewhere(launch: &LaunchArgs, path: &Path, hosts: Vec<Host>) -> Result<u8> {
             options,
             command: launch.command.clone(),
         }),
-        // Those of the other machines end their ranks meanwhile, and tell why.
+        // Supervisors of the other machines end their ranks in this time, and report why.
         self_end: Duration::from_secs(5),
         stop_limit: Some(Duration::from_secs(launch.grace_period.into()) + SLOWER),
         max_restarts: 0,
@@ -166,7 +167,8 @@ fn named(exports: &[String]) -> Result<Vec<(OsString, OsString)>> {
         }
         if name == RUN_SECRET {
             return Err(Error::usage(format!(
-                "--export {name}: a command line is everybody's to read; leave it out: the secret goes to the other hosts by itself"
+                "--export {name}: every user of a machine can read command lines; leave it out, \
+                 since the other hosts receive the secret anyway"
             )));
         }
         let value = value.map(OsString::from).or_else(|| std::env::var_os(name));

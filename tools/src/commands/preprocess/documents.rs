@@ -1,6 +1,6 @@
-//! Documents of input files, in pieces that are bounded in size.
+//! Splits input files into documents, and these into pieces of bounded size.
 //!
-//! Source of the meaning of JSON lines: Megatron-LM `tools/preprocess_data.py`.
+//! JSON lines have the meaning of Megatron-LM's `tools/preprocess_data.py`.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,7 +18,7 @@ use super::parquet::Rows;
 /// Bytes of the longest line of JSON that is read; memory is bounded by a few of them.
 pub const LONGEST_LINE: u64 = 64 << 20;
 
-/// A part of a document, not yet parsed, so that workers share that work.
+/// A part of a document, not yet parsed, so that workers share the parsing.
 #[derive(Debug)]
 pub struct Piece {
     path: Arc<Path>,
@@ -27,7 +27,7 @@ pub struct Piece {
 
 #[derive(Debug)]
 enum Content {
-    /// A whole document of JSON and its line's number, from 1.
+    /// A whole JSON document, with its line number from 1.
     Line(u64, Vec<u8>),
     Part(Part),
     /// A whole document: the texts of each key.
@@ -49,7 +49,8 @@ impl Piece {
         !matches!(&self.content, Content::Part(part) if !part.last)
     }
 
-    /// As [`texts`](Self::texts), to be tokenized: each text of a line or a row is one by itself.
+    /// As [`texts`](Self::texts), prepared for the tokenizer: each text of a line or a row is
+    /// tokenized separately.
     ///
     /// # Errors
     /// Those of `texts`.
@@ -64,17 +65,17 @@ impl Piece {
         }
     }
 
-    /// The texts, each to become a sequence, of each of `keys`, which are those of [`Pieces`]. A
-    /// part of a text file is the text of every key.
+    /// The texts of each of `keys`, the keys of [`Pieces`]; each text becomes a sequence. A part of
+    /// a text file is the text of every key.
     ///
     /// # Errors
-    /// `Error::Data` where a line is no JSON object or a key of it is missing or no text.
+    /// `Error::Data` if a line is not a JSON object, or a key is missing or is not text.
     pub fn texts(self, keys: &[String]) -> megatron::Result<Vec<Vec<String>>> {
         match self.content {
             Content::Part(part) => Ok(vec![vec![part.text]; keys.len()]),
             Content::Row(texts) => Ok(texts),
             Content::Line(number, bytes) => {
-                // The mark that some editors begin files with.
+                // Some editors start files with a byte-order mark.
                 let bytes = if number == 1 {
                     bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes)
                 } else {
@@ -86,16 +87,16 @@ impl Piece {
                     Ok(texts)
                 });
                 parsed.map_err(|error| {
-                    // The parser saw one line, and counts its columns from there.
+                    // The parser saw only this line, so its message says line 1.
                     let message = error.to_string();
                     let what = message.split(" at line 1 column").next().unwrap_or(&message);
                     let column = error.column();
                     let advice = match not_json(bytes, column) {
                         Some(name) => {
-                            format!("; {name} is no JSON, though Python writes and reads it: write null instead")
+                            format!("; {name} is not JSON, although Python writes and reads it: write null instead")
                         }
                         None if what.contains("hex escape") || what.contains("surrogate") => {
-                            "; half of a surrogate pair is no character: leave it out, or write U+FFFD instead".into()
+                            "; half of a surrogate pair is not a character: leave it out, or write U+FFFD instead".into()
                         }
                         None => String::new(),
                     };
@@ -106,8 +107,8 @@ impl Piece {
     }
 }
 
-/// The number that Python's `json` writes in its own way, if one is at `column` (from 1) of a line,
-/// where the parser stumbled.
+/// The non-JSON number (such as NaN) that Python's `json` writes, if one is at `column` (from 1) of
+/// a line, where the parser failed.
 fn not_json(line: &[u8], column: usize) -> Option<&'static str> {
     let near = |name: &&str| {
         let start = column.saturating_sub(name.len() + 1);
@@ -133,7 +134,7 @@ enum Reader {
 }
 
 impl Pieces {
-    /// Those of `inputs`, for `keys`; text files are cut where `split_points` allow it.
+    /// The pieces of `inputs` for `keys`; text files are split where `split_points` allows it.
     pub fn new(
         inputs: impl IntoIterator<Item = Input>,
         keys: &[String],
@@ -196,7 +197,7 @@ fn next_line(
                 | std::io::ErrorKind::UnexpectedEof => Error::data(
                     path,
                     format!(
-                        "line {number} cannot be decompressed: {error}; copy or make the file again"
+                        "line {number} cannot be decompressed: {error}; copy or create the file again"
                     ),
                 ),
                 _ => Error::io("read", path, error),
@@ -209,7 +210,7 @@ fn next_line(
             return Err(Error::data(
                 path,
                 format!(
-                    "line {number} has more than {} MiB; a line is one document, cut it into several",
+                    "line {number} has more than {} MiB; a line is one document: split it into several",
                     LONGEST_LINE >> 20
                 ),
             ));
@@ -220,7 +221,7 @@ fn next_line(
     }
 }
 
-/// The texts of some keys of a JSON object; the others are passed over.
+/// The texts of some keys of a JSON object; other keys are skipped.
 struct Fields<'a>(&'a [String]);
 
 impl<'de> DeserializeSeed<'de> for Fields<'_> {
@@ -246,7 +247,7 @@ impl<'de> Visitor<'de> for Fields<'_> {
         let mut others = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
             match self.0.iter().position(|wanted| *wanted == key) {
-                // Of a key given twice the last one counts, as in Python.
+                // If a key is given twice, the last one counts, as in Python.
                 Some(at) => texts[at] = Some(map.next_value_seed(Text(&key))?),
                 None => {
                     map.next_value::<IgnoredAny>()?;
@@ -261,7 +262,7 @@ impl<'de> Visitor<'de> for Fields<'_> {
                 others.truncate(8);
                 let found = if others.is_empty() { "none".into() } else { others.join(", ") };
                 Err(A::Error::custom(format!(
-                    "there is no key \"{}\"; give --json-keys one of those that are there: {found}",
+                    "there is no key \"{}\"; give --json-keys one of the existing keys: {found}",
                     self.0[at]
                 )))
             }
@@ -269,7 +270,7 @@ impl<'de> Visitor<'de> for Fields<'_> {
     }
 }
 
-/// A string, or a list of strings, each a sequence; nothing where the value is null.
+/// A string or a list of strings, each a sequence; nothing if the value is null.
 struct Text<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Text<'_> {
@@ -397,7 +398,7 @@ mod tests {
         assert!(message.contains("line 1 has more than 64 MiB"), "{message}");
     }
 
-    /// 5 MiB without a line's end, in pieces that end between words and lose nothing.
+    /// 5 MiB without a line break are read in pieces that end between words and lose nothing.
     #[test]
     fn text_without_lines_is_read_in_pieces() {
         let text = "wörd ".repeat(900_000);

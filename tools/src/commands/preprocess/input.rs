@@ -1,7 +1,7 @@
-//! Input files: what they hold, and their text whether compressed or not.
+//! Input files: their format, and their text, compressed or not.
 //!
-//! Compression is told by the first bytes (RFC 1952, RFC 8878), the format by the name. Nothing is
-//! read whole: a file that decompresses to more than there is memory costs time, not memory.
+//! The first bytes show the compression (RFC 1952, RFC 8878), the name shows the format. No file is
+//! read as a whole: a file that decompresses to more than memory costs time, not memory.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -15,32 +15,32 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use super::parquet::MAGIC;
 
-/// What a file is made of.
+/// The format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// A JSON object on each line is a document.
+    /// Each line is a JSON object and a document.
     JsonLines,
     /// The file is one document, its paragraphs are sequences.
     Text,
-    /// A row is a document. Compression is inside of it.
+    /// Each row is a document. Compression is part of the format.
     Parquet,
 }
 
 const BUFFER: usize = 1 << 18;
 const GZIP: &[u8] = &[0x1f, 0x8b];
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
-/// Of frames that decoders skip; the lower half of the first byte is free.
+/// Magic number of skippable frames; the lower half of the first byte is arbitrary.
 const ZSTD_SKIPPABLE: [u8; 3] = [0x2a, 0x4d, 0x18];
 
-/// Formats that are known but not read, by their first bytes, and what to do with them.
+/// Known but unsupported formats by their first bytes, with the advice for each.
 const REFUSED: &[(&[u8], &str)] = &[
-    (MAGIC, "is Parquet; call it .parquet"),
-    (b"BZh", "is compressed with bzip2, which is not read; recompress it with gzip or zstd"),
+    (MAGIC, "is Parquet; rename it to .parquet"),
+    (b"BZh", "is compressed with bzip2, which is not supported; recompress it with gzip or zstd"),
     (
         &[0xfd, b'7', b'z', b'X', b'Z', 0],
-        "is compressed with xz, which is not read; recompress it with gzip or zstd",
+        "is compressed with xz, which is not supported; recompress it with gzip or zstd",
     ),
-    (b"PK\x03\x04", "is a zip archive, which is not read; unpack it"),
+    (b"PK\x03\x04", "is a zip archive, which is not supported; unpack it"),
 ];
 
 /// An input file.
@@ -51,12 +51,12 @@ pub struct Input {
 }
 
 impl Input {
-    /// The files that a path names: itself, or, of a folder, those that are text, as `pretrain`
-    /// reads it.
+    /// The files of a path: the file itself, or the text files of a folder, as `pretrain` reads
+    /// them.
     ///
     /// # Errors
-    /// `Error::Data` where a file is missing or of a format that is not read, or the folder holds
-    /// no text.
+    /// `Error::Data` if a file is missing or has an unsupported format, or the folder holds no
+    /// text.
     pub fn of(path: &Path) -> megatron::Result<Vec<Self>> {
         if !path.is_dir() {
             return Ok(vec![Self::new(path)?]);
@@ -69,10 +69,10 @@ impl Input {
             .collect())
     }
 
-    /// Tells the format of a file that must exist.
+    /// Detects the format of a file that must exist.
     ///
     /// # Errors
-    /// `Error::Data` where the file is missing or of a format that is not read.
+    /// `Error::Data` if the file is missing or has an unsupported format.
     pub fn new(path: &Path) -> megatron::Result<Self> {
         let (format, is_told) = format(path);
         let input = Self { path: path.to_path_buf(), format };
@@ -91,8 +91,9 @@ impl Input {
             Some((_, why)) => Err(Error::data(path, *why)),
             None if !is_told && input.begins_with_record()? => Err(Error::data(
                 path,
-                "has a name that does not tell what it holds, and begins with a JSON object; call it .jsonl (a JSON object \
-                 on each line) or .txt (text), with .gz or .zst after that if it is compressed",
+                "begins with a JSON object, but its name does not show its format; rename it to \
+                 .jsonl (one JSON object per line) or .txt (text), followed by .gz or .zst if it \
+                 is compressed",
             )),
             None => Ok(input),
         }
@@ -130,15 +131,15 @@ impl Input {
             io::ErrorKind::NotFound => Error::data(path, "does not exist"),
             _ => Error::io("open", path, error),
         };
-        // Before it is opened, which would wait for whoever writes to a pipe.
+        // Checked before opening, because opening a pipe waits for its writer.
         let meta = std::fs::metadata(path).map_err(unreadable)?;
         if meta.is_dir() {
-            return Err(Error::data(path, "is a folder; give its files"));
+            return Err(Error::data(path, "is a folder; give the files in it"));
         }
         if !meta.is_file() {
             return Err(Error::data(
                 path,
-                "is no file but a pipe or a device, which cannot be read twice; write it to a file",
+                "is a pipe or a device, which cannot be read twice; write its content to a file",
             ));
         }
         let file = megatron::files::open_binary(path).map_err(unreadable)?;
@@ -146,17 +147,17 @@ impl Input {
     }
 }
 
-/// A file in a folder, or below, that holds records, which are not read there.
+/// A file of records in a folder or its subfolders, where records are not read.
 pub fn records_in(folder: &Path) -> Option<PathBuf> {
-    // What cannot be listed is an error of whoever reads the text.
+    // A folder that cannot be listed is reported when its text is read.
     for entry in std::fs::read_dir(folder).ok()?.flatten() {
         let (path, is_hidden) =
             (entry.path(), entry.file_name().as_encoded_bytes().starts_with(b"."));
         let found = match format(&path) {
             _ if is_hidden => None,
-            // Links are not followed, which may be loops.
+            // Links are not followed, because they can form loops.
             _ if entry.file_type().is_ok_and(|kind| kind.is_dir()) => records_in(&path),
-            // JSON is mostly settings.
+            // .json files in folders are mostly settings.
             (Format::JsonLines | Format::Parquet, _) if !bare_name(&path).ends_with(".json") => {
                 Some(path)
             }
@@ -169,7 +170,7 @@ pub fn records_in(folder: &Path) -> Option<PathBuf> {
     None
 }
 
-/// A file's name in lower case, without the ending of its compression.
+/// A file's name in lower case, without the compression's extension.
 fn bare_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let bare = [".gz", ".zst", ".zstd"]
@@ -179,7 +180,8 @@ fn bare_name(path: &Path) -> String {
     bare.unwrap_or(name)
 }
 
-/// The format that a file's name tells, and whether it does: what has another name is text.
+/// The format by a file's name, and whether the name shows it: files with other names count as
+/// text.
 fn format(path: &Path) -> (Format, bool) {
     match bare_name(path).rsplit_once('.').map(|(_, ending)| ending) {
         Some("jsonl" | "json" | "ndjson") => (Format::JsonLines, true),
@@ -201,7 +203,7 @@ impl<R: BufRead> ZstdFrames<R> {
         Self { source, decoder: FrameDecoder::new(), in_frame: false }
     }
 
-    /// Begins the next frame; false at the end of the file.
+    /// Starts the next frame; false at the end of the file.
     fn next_frame(&mut self) -> io::Result<bool> {
         while !self.source.fill_buf()?.is_empty() {
             match self.decoder.reset(&mut self.source) {

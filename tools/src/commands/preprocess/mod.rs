@@ -1,8 +1,8 @@
-//! `megatron preprocess` and `megatron tokenizer`: text into token files, and vocabularies from
-//! text.
+//! `megatron preprocess` and `megatron tokenizer`: convert text into token files, and train
+//! vocabularies on text.
 //!
-//! Source: Megatron-LM `tools/preprocess_data.py`, whose output for the same tokens is the same
-//! bytes.
+//! Source: Megatron-LM `tools/preprocess_data.py`. For the same tokens, the output is the same byte
+//! for byte.
 
 pub mod documents;
 pub mod input;
@@ -25,51 +25,51 @@ use input::{Format, Input, records_in};
 
 /// Turn text into an indexed dataset for `--data-path`
 ///
-/// Reads JSON lines, of which every line is a document, text, of which every file is a document
-/// with paragraphs as its sequences, either plain or compressed with gzip or zstd, and Parquet, of
-/// which every row is a document. Writes PREFIX_KEY_document.bin and .idx for every key, byte for
-/// byte as Megatron-LM's preprocess_data does: tokens of 16 bits for vocabularies below 65,500,
-/// else of 32. A document without text is kept as an empty one. Memory grows by 12 bytes a document
-/// only, and the files appear when they are whole.
+/// Reads JSON lines (each line is a document), text (each file is a document, and its paragraphs
+/// are sequences) and Parquet (each row is a document). JSON lines and text may be compressed with
+/// gzip or zstd. Writes PREFIX_KEY_document.bin and .idx for every key, byte for byte as
+/// Megatron-LM's preprocess_data does: 16-bit tokens for vocabularies below 65,500, otherwise
+/// 32-bit tokens. A document without text is kept as an empty document. Memory grows by only 12
+/// bytes per document. The files appear under their names when they are complete.
 ///
-/// A document's tokens are those of one call of the tokenizer on the whole of it, as in
-/// transformers: special tokens spelled out in a text are those tokens, and what the tokenizer puts
-/// around a text by itself is there. What it puts behind it and --append-eod give one end of a
-/// document, not two. A text file that cannot be cut without changing a token is in memory as a
+/// Tokens are those of one call of the tokenizer on the whole document, as in transformers. Special
+/// tokens that are spelled out in the text become those tokens, and the tokenizer adds the tokens
+/// that it puts around a text. If one of these ends the document, --append-eod does not add a
+/// second one. A text file that cannot be split without changing a token is held in memory as a
 /// whole.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:
   megatron preprocess --input corpus.jsonl.zst --tokenizer tokenizer.json --append-eod --output-prefix data/corpus
   megatron pretrain run.toml --data-path data/corpus_text_document --tokenizer tokenizer.json")]
 pub struct PreprocessArgs {
-    /// Files to read, in this order: .jsonl, .json (a JSON object on each line), .parquet, or text
-    /// of any other name, with .gz or .zst if compressed; or folders of text, as --data-path of
-    /// `pretrain` takes them
+    /// Files to read, in this order: .jsonl or .json (one JSON object per line), .parquet, or text
+    /// under any other name, with .gz or .zst if compressed; or folders of text, as `pretrain
+    /// --data-path` takes them
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
-    /// Keys of the JSON objects, or columns, that hold text, each for a dataset of its own
+    /// Keys of the JSON objects, or columns, that hold text; each becomes a separate dataset
     #[arg(long, value_name = "KEY", num_args = 1.., default_value = "text")]
     pub json_keys: Vec<String>,
     #[command(flatten)]
     pub tokenizer: TokenizerFlags,
-    /// Tokens of --tokenizer-type NullTokenizer
+    /// Size of the vocabulary for --tokenizer-type NullTokenizer
     #[arg(long, value_name = "N")]
     pub vocab_size: Option<usize>,
-    /// End every document with the tokenizer's token for that
+    /// Append the tokenizer's end-of-document token to every document
     #[arg(long)]
     pub append_eod: bool,
-    /// Threads that tokenize [default: all cores]
+    /// Threads for tokenizing [default: all cores]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub workers: Option<u16>,
-    /// Beginning of the names of the files to write
+    /// Path prefix of the files to write
     #[arg(long, value_name = "PREFIX")]
     pub output_prefix: PathBuf,
-    /// Replace datasets that are there already
+    /// Replace existing datasets
     #[arg(long)]
     pub overwrite: bool,
 }
 
-/// Make a tokenizer
+/// Create a tokenizer
 #[derive(Args, Clone, Debug)]
 pub struct TokenizerArgs {
     #[command(subcommand)]
@@ -84,14 +84,13 @@ pub enum TokenizerCommand {
 /// Train a byte-level BPE vocabulary on text
 ///
 /// Writes a tokenizer.json that `preprocess`, `pretrain` and the Hugging Face libraries load. Its
-/// token <|endoftext|> ends documents. Every text can be encoded: bytes that no longer token covers
-/// are tokens of their own.
+/// token <|endoftext|> ends documents. Every text can be encoded: each of the 256 bytes is a token.
 #[derive(Args, Clone, Debug)]
 pub struct TrainArgs {
-    /// Tokens of the vocabulary, at most; 257 at least
+    /// Largest size of the vocabulary in tokens; at least 257
     #[arg(long, value_name = "N")]
     pub vocab_size: usize,
-    /// Files and folders to read, as for `preprocess`
+    /// Files and folders to read, as `preprocess` takes them
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub input: Vec<PathBuf>,
     /// Keys of the JSON objects that hold text
@@ -100,7 +99,7 @@ pub struct TrainArgs {
     /// The file to write
     #[arg(long, value_name = "FILE", default_value = "tokenizer.json")]
     pub output: PathBuf,
-    /// Replace a file that is there already
+    /// Replace an existing file
     #[arg(long)]
     pub overwrite: bool,
 }
@@ -122,7 +121,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     })?;
     if name.starts_with("train:") {
         return Err(Error::usage(format!(
-            "--tokenizer {name}: train the vocabulary first, with `megatron tokenizer train`, and give its tokenizer.json",
+            "--tokenizer {name}: first train the vocabulary with `megatron tokenizer train`, then give its tokenizer.json",
         )));
     }
     note.iter().for_each(|note| print_line(note));
@@ -160,7 +159,7 @@ pub fn run(args: &PreprocessArgs) -> Result<u8> {
     std::thread::scope(|scope| {
         let pieces = Pieces::new(inputs, &args.json_keys, tokenizer.split_points());
         scope.spawn(move || send_batches(pieces, &sender));
-        // Dropped on an error, so that the reader stops.
+        // Dropped on an error, which stops the reader.
         for batch in batches {
             let batch = batch?;
             let bytes = batch.iter().map(Piece::len).sum();
@@ -210,7 +209,7 @@ pub fn run_tokenizer(args: &TokenizerArgs) -> Result<u8> {
 fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     for records in paths.iter().filter_map(|path| records_in(path)) {
         print_line(&format!(
-            "note: of a folder only text is read, not {} and the like; name such files",
+            "note: only text is read from folders; files such as {} are left out, so name them if they are wanted",
             records.display()
         ));
     }
@@ -224,7 +223,7 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     }
     match inputs.iter().find(|input| input.format == Format::Text) {
         Some(input) if keys.len() > 1 => Err(Error::usage(format!(
-            "{} is text without keys, but --json-keys names {}; preprocess it by itself",
+            "{} is text without keys, but --json-keys names {}; preprocess it separately",
             input.path.display(),
             keys.len()
         ))),
@@ -232,7 +231,7 @@ fn open_inputs(paths: &[PathBuf], keys: &[String]) -> Result<Vec<Input>> {
     }
 }
 
-/// What the names of a key's files begin with.
+/// The prefix of the files of a key.
 fn dataset_prefix(prefix: &Path, key: &str) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
     name.push(format!("_{key}_document"));
@@ -248,7 +247,7 @@ fn dataset_files(prefix: &Path) -> [PathBuf; 2] {
     })
 }
 
-/// Asserts that an output replaces nothing that was not to be replaced, and no input at all.
+/// Checks that an output replaces no input, and existing files only with `overwrite`.
 fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
     let Ok(there) = std::fs::canonicalize(output) else { return Ok(()) };
     if inputs
@@ -256,7 +255,7 @@ fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
         .any(|input| std::fs::canonicalize(&input.path).is_ok_and(|input| input == there))
     {
         return Err(Error::usage(format!(
-            "{} is an input and cannot be the output, too; name another",
+            "{} is an input and cannot also be the output; give another output",
             output.display()
         )));
     }
@@ -264,7 +263,7 @@ fn expect_free(output: &Path, inputs: &[Input], overwrite: bool) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!(
-        "{} is there already; write elsewhere, or replace it with --overwrite",
+        "{} already exists; write elsewhere, or replace it with --overwrite",
         output.display()
     )))
 }
@@ -289,7 +288,7 @@ fn send_batches(pieces: Pieces, sender: &SyncSender<megatron::Result<Vec<Piece>>
                 batch.push(piece);
             }
             Err(error) => {
-                // Whoever stopped listening has an error of its own.
+                // If the receiver stopped, it reports its own error.
                 let _ = sender.send(Err(error));
                 return;
             }
@@ -329,7 +328,7 @@ struct Output {
     writer: IndexedWriter,
     documents: u64,
     tokens: u64,
-    /// The present document has tokens.
+    /// The current document has tokens.
     has_tokens: bool,
 }
 
@@ -370,7 +369,7 @@ impl Output {
         if self.tokens > 0 {
             return Ok(());
         }
-        let message = "was not written: the input has no text; give files that are not empty";
+        let message = "was not written: the input has no text; give files with text";
         Err(Error::Run(megatron::Error::data(&self.prefix, message)))
     }
 
@@ -388,7 +387,7 @@ impl Output {
     }
 }
 
-/// What was done so far, on a terminal.
+/// Shows progress on a terminal.
 struct Progress {
     bar: ProgressBar,
     start: Instant,

@@ -53,17 +53,18 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     }
 }
 
-/// Tells that settings are a checkpoint's, and where this run saves, which nobody may have said.
+/// The note that settings come from a checkpoint, with the folder where this run saves, which the
+/// user may not have set.
 fn describe_recorded(origin: &str, run: &RunConfig) -> String {
     let saves = match &run.checkpoint.save {
         Some(save) => format!("checkpoints go to {}", save.display()),
         None if run.training.skip_train => "nothing is saved under --skip-train".to_string(),
         None => "nothing is saved without --save".to_string(),
     };
-    format!("settings that are not given are those of {origin}; {saves}")
+    format!("settings that are not given come from {origin}; {saves}")
 }
 
-/// Starts this program once per rank. Whatever can be wrong without ranks is found here, once.
+/// Starts this program once per rank. Errors that can be found without ranks are found here, once.
 fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_number(&resolved.run.parallel)?;
     ranks::check_device(resolved.distributed.device)?;
@@ -76,19 +77,20 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
         Ok(description)
     })?;
     resolved.notes.iter().chain(&description).for_each(|line| crate::print_line(line));
-    // Ranks save when they are asked to stop, which takes as long as it takes.
+    // No time limit: ranks save when they are asked to stop.
     let variables = rollback::variables(&resolved);
     ranks::start(world_size, &resolved.distributed, None, advice(&resolved.run), variables)
 }
 
-/// What to say where whoever started the ranks does not start them again as often as the run's
-/// settings ask for.
+/// The note for a launcher that restarts ranks less often than the run's settings ask for.
 fn not_started_again(max_restarts: u32, rank: usize) -> Option<String> {
     let granted =
         std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     (rank == 0 && granted < max_restarts).then(|| {
         format!(
-            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; those of a launcher it starts again itself: `megatron launch` and torchrun have a --max-restarts of their own (here: {granted})"
+            "--max-restarts {max_restarts} is for ranks that `pretrain` starts; use the \
+             --max-restarts of the launcher (`megatron launch`, torchrun) instead (here: \
+             {granted})"
         )
     })
 }
@@ -100,15 +102,21 @@ fn advice(run: &RunConfig) -> Option<String> {
         Some(load) if checkpoint::same_folder(load, save) => {
             let command =
                 if run.checkpoint.ckpt_step.is_some() { "Without --ckpt-step the" } else { "The" };
-            format!("{command} same command goes on from the last checkpoint in {}", save.display())
+            format!(
+                "{command} same command continues from the last checkpoint in {}",
+                save.display()
+            )
         }
         _ => {
-            format!("With --load {} the run goes on from the last checkpoint there", save.display())
+            format!(
+                "With --load {} the run continues from the last checkpoint there",
+                save.display()
+            )
         }
     })
 }
 
-/// Refuses, before anything is computed, folders that `rank` has to write to and cannot.
+/// Before anything is computed, refuses folders that `rank` must write to but cannot.
 fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::refuse_model_folder(save)?;
@@ -118,7 +126,7 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
         let action = || format!("write metrics to {} (--metrics)", path.display());
         files::check_to_write(path).map_err(|source| Error::Io { action: action(), source })?;
     }
-    // A device is written into, not beside.
+    // For a device, the file itself is opened, not a file beside it.
     let is_special =
         |path: &Path| path.metadata().is_ok_and(|there| !there.is_file() && !there.is_dir());
     let metrics = metrics.filter(|path| !is_special(path)).and_then(Path::parent);
@@ -137,7 +145,7 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     {
         std::fs::create_dir_all(folder)
             .and_then(|()| tempfile::tempfile_in(folder))
-            // On a full disk files can be made, but not filled.
+            // On a full disk, files can be created but not filled.
             .and_then(|mut file| file.write_all(&[0; 4096]).and_then(|()| file.sync_data()))
             .map_err(|source| Error::Io {
                 action: format!("write to the folder {}", folder.display()),
@@ -147,16 +155,16 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
     Ok(())
 }
 
-/// Opens the data, which tell the size of the vocabulary.
+/// Opens the data, which determine the size of the vocabulary.
 ///
-/// A run that resumes keeps the vocabulary it was trained with, even if the text that it was made
-/// from has changed.
+/// A resumed run keeps the vocabulary it was trained with, even if the text that the vocabulary was
+/// trained on has changed.
 fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     let run = &mut resolved.run;
     if let Some(folder) = &run.checkpoint.init_from_hf
         && !resumes(run)?
     {
-        // Before anything is made that is as large as its config.json claims.
+        // Checked before allocating anything with the sizes that config.json claims.
         HfModel::check(&HfConfig::read(folder)?, &HfFiles::open(folder)?)?;
     }
     if run.data.tokenizer.as_deref().is_some_and(|spec| spec.starts_with("train:"))
@@ -176,7 +184,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
         && let (Some(name), trained) = tokenizer_of(&path)?
     {
         resolved.notes.push(format!(
-            "note: no --tokenizer is given: {name} is taken, which the checkpoint in {} goes with",
+            "note: --tokenizer is not given: {name} is used, the tokenizer of the checkpoint in {}",
             path.display()
         ));
         run.data.tokenizer_options.no_special_tokens |= trained.no_special_tokens;
@@ -193,7 +201,7 @@ fn open_data(resolved: &mut Resolved) -> Result<Datasets> {
     );
     let datasets = datasets.map_err(|error| explain_missing(error, resolved.data_of.as_deref()))?;
     run.model.vocab_size = datasets.vocab_size;
-    // Before hours of training rather than after.
+    // An error must come before hours of training, not after.
     if let Some(prompt) = &run.logging.prompt {
         encode_prompt(run, datasets.tokenizer.as_ref(), prompt)?;
     }
@@ -208,11 +216,11 @@ fn require_memory(resolved: &Resolved, here: RanksHere) -> Result<()> {
     })?)
 }
 
-/// The ranks of the machine that the rank at `place` is on, as far as a launcher told.
+/// The ranks on the machine of the rank at `place`, as far as the launcher tells.
 fn ranks_here(place: &RankInfo) -> RanksHere {
     let count = place.local_world_size.unwrap_or(1);
     let first = place.local_rank.and_then(|local| place.rank.checked_sub(local));
-    // As nearly all launchers deal them: in blocks.
+    // Nearly all launchers assign ranks in blocks.
     match first.filter(|first| first.is_multiple_of(count.max(1))) {
         Some(first) => RanksHere { ranks: first..first + count, others: 0, on_gpus: false },
         None => RanksHere {
@@ -223,14 +231,15 @@ fn ranks_here(place: &RankInfo) -> RanksHere {
     }
 }
 
-/// `error` with what to do where `checkpoint` named data or a tokenizer that are not there.
+/// Adds advice to `error` if `checkpoint` names data or a tokenizer that do not exist.
 fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatron::Error {
     match (error, checkpoint) {
         (megatron::Error::Data { path, message }, Some(checkpoint)) if !path.exists() => {
             megatron::Error::data(
                 path,
                 format!(
-                    "{message}. That is what {} records: start in the folder in which that run was started, or give --data-path (--tokenizer) anew",
+                    "{message}. This path is recorded in {}: start in the folder where that run \
+                     was started, or give --data-path (--tokenizer)",
                     checkpoint.display()
                 ),
             )
@@ -239,7 +248,7 @@ fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatro
     }
 }
 
-/// This process's part of the run.
+/// Runs this process's part.
 fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     kernels::tensor::allocator::keep_freed();
     let datasets = ranks::before_meeting(place, || open_data(&mut resolved))?;
@@ -248,14 +257,14 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     let communicators = train::most_communicators(&resolved.run.parallel)?;
     let Joined { world, device, .. } =
         ranks::join(place, &resolved.distributed, None, communicators)?;
-    // Until here there is nothing to save, and a signal just ends the process.
+    // Before this point there is nothing to save, and a signal just ends the process.
     let does =
         if resolved.run.checkpoint.save.is_some() { "saving and stopping" } else { "stopping" };
-    // A supervisor has said it already.
+    // A supervisor has already printed it.
     let says = place.rank == 0 && std::env::var_os(fault::SUPERVISED).is_none();
     let stop = StopSignal::listen(says.then_some(does))?;
     let mut reporter = report::for_rank(place.rank, resolved.run.logging.log_interval);
-    // Whoever starts ranks of its own has told it.
+    // A command that starts its own ranks has already printed it.
     let started_elsewhere = std::env::var_os(OWN_RANKS).is_none();
     if place.rank == 0 && started_elsewhere {
         resolved.notes.iter().for_each(|line| reporter.message(line));
@@ -267,8 +276,8 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     if let Some(why) = ranks::issued_late(&resolved.distributed, &device, communicators) {
         reporter.message(&why);
     }
-    // Here, so that a rank that fails aborts before its groups are dropped, which waits for what is
-    // under way in them.
+    // Declared here so that a failing rank aborts before its groups are dropped, which would wait
+    // for pending operations.
     let mut trainer = None;
     let outcome = run_rank(
         &resolved.run,
@@ -280,7 +289,7 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
         &mut trainer,
     );
     let failed = |error: Error| {
-        // A supervisor looks for the cause itself, and advises on that.
+        // A supervisor finds the cause itself, and adds the advice.
         let advises = error.blames_a_peer() && std::env::var_os(fault::SUPERVISED).is_none();
         let advice = advice(&resolved.run).filter(|_| advises);
         ranks::failed_with_advice(error, advice, &world, &device)
@@ -294,7 +303,7 @@ fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
     })
 }
 
-/// Trains, and continues the prompt once all steps are made. The trainer is left in `trainer`.
+/// Trains, then continues the prompt after all steps. Leaves the trainer in `trainer`.
 fn run_rank(
     run: &RunConfig,
     world: Group,
@@ -304,11 +313,11 @@ fn run_rank(
     stop: &AtomicBool,
     trainer: &mut Option<Trainer>,
 ) -> Result<Outcome> {
-    // Before what only ranks with certain settings do together.
+    // Must come before operations that only ranks with certain settings run together.
     train::require_alike(&world, run, &datasets.fingerprint)?;
-    // Ranks of a launcher have no supervisor that looked before.
+    // Under a launcher, no supervisor has checked this before.
     check_outputs(run, world.rank())?;
-    // Before anything is written there.
+    // Must come before anything is written there.
     let lock = run
         .checkpoint
         .save
@@ -347,7 +356,7 @@ fn run_rank(
                 reporter.message(&format!("\n{prompt}{text}"));
                 note.iter().for_each(|note| reporter.message(note));
             }
-            // Training is done, and what it made is saved.
+            // Training is done and its result is saved, so this is only a note.
             Err(error) => {
                 let note = format!(
                     "note: the run is finished, but its prompt could not be continued: {error}"
@@ -360,7 +369,7 @@ fn run_rank(
     Ok(outcome)
 }
 
-/// Where a run stopped that was told to, and what is left of it.
+/// The step at which a run stopped on request, and what was saved.
 fn stopped(run: &RunConfig, step: u64) -> String {
     let folder = run.checkpoint.save.as_ref().map(|save| checkpoint::iteration_dir(save, step));
     let saved = match folder.filter(|folder| folder.exists()) {
@@ -372,31 +381,31 @@ fn stopped(run: &RunConfig, step: u64) -> String {
     format!("stopped at step {step}; {saved}")
 }
 
-/// What was done to the weights' vocabulary, if its size is another.
+/// The note on how the vocabulary of the weights was resized, if it was.
 fn resized(model: &ModelConfig, origin: &ModelConfig) -> String {
     match (model.vocab_size, origin.vocab_size) {
         (here, there) if here > there => {
             format!(
-                "; its vocabulary has {there} tokens, and those up to {here} begin with random weights"
+                "; its vocabulary has {there} tokens, and the further ones up to {here} start with random weights"
             )
         }
         (here, there) if here < there => {
-            format!("; of its vocabulary of {there} tokens the first {here} are kept")
+            format!("; the first {here} tokens of its vocabulary of {there} are kept")
         }
         _ => String::new(),
     }
 }
 
-/// Puts files that go along with the run's checkpoints beside them: the tokenizer's, and what came
-/// with a Hugging Face model.
+/// Puts sidecar files beside the run's checkpoints: the tokenizer's, and those of a Hugging Face
+/// model.
 fn place_sidecar_files(run: &RunConfig, save: &Path, datasets: &Datasets) -> Result<()> {
     let tokenizer = datasets.tokenizer.as_ref();
     if let Some(tokenizer) = tokenizer {
         tokenizer.refuse_to_replace(save)?;
     }
     let same_tokens = |folder: &Path| tokenizer.is_none_or(|tokenizer| tokenizer.lies_in(folder));
-    // What the tokenizer was opened with holds, rather than what another folder has of the same
-    // tokens.
+    // The files that the tokenizer was opened from take priority over another folder's files of the
+    // same tokens.
     let own =
         tokenizer.and_then(|tokenizer| Some((tokenizer, Path::new(tokenizer.name()).parent()?)));
     let own = own.filter(|(tokenizer, folder)| tokenizer.lies_in(folder)).map(|(_, folder)| folder);
@@ -420,12 +429,12 @@ fn place_sidecar_files(run: &RunConfig, save: &Path, datasets: &Datasets) -> Res
     Ok(())
 }
 
-/// Whether there is a checkpoint to go on from.
+/// Whether there is a checkpoint to resume from.
 fn resumes(run: &RunConfig) -> megatron::Result<bool> {
     Ok(checkpoint::to_load(&run.checkpoint)?.is_some())
 }
 
-/// One line on what is trained and how it is cut.
+/// One line that describes the model and the layout.
 fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
     let of = |batch: usize| (batch / (t.micro_batch_size * p.data_parallel_size)) as u64;
@@ -456,11 +465,11 @@ fn describe(run: &RunConfig, device: &Device) -> String {
     )
 }
 
-/// Drawn at a temperature at which a small model neither repeats itself nor babbles.
+/// At this temperature, a small model neither repeats itself nor produces nonsense.
 const TEMPERATURE: f64 = 0.7;
 const TOP_K: usize = 40;
 
-/// The prompt's tokens, what makes and reads them, and how long a continuation gets.
+/// The prompt's tokens, the tokenizer, and the length of the continuation.
 fn encode_prompt<'a>(
     run: &RunConfig,
     tokenizer: Option<&'a Tokenizer>,
@@ -468,8 +477,7 @@ fn encode_prompt<'a>(
 ) -> Result<(Vec<u32>, &'a Tokenizer, Length)> {
     let tokenizer = tokenizer.ok_or_else(|| {
         Error::usage(
-            "--prompt is a text, and the data are tokens; give --tokenizer with the tokenizer they were made with, or leave \
-             --prompt out",
+            "--prompt is text, but the data are tokens; give --tokenizer with the tokenizer of the data, or leave --prompt out",
         )
     })?;
     let tokens = tokenizer.encode_prompt(prompt)?;
@@ -488,7 +496,7 @@ fn encode_prompt<'a>(
     Ok((tokens, tokenizer, length))
 }
 
-/// The text that continues the prompt, and what is to be said of its length.
+/// The continuation of the prompt, and a note on its length.
 fn continue_prompt(
     trainer: &Trainer,
     run: &RunConfig,

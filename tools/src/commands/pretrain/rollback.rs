@@ -1,5 +1,5 @@
-//! `--ckpt-step` beside restarts: ranks that are started again go on from what the run has saved
-//! since, not from that step once more.
+//! `--ckpt-step` with restarts: restarted ranks continue from the latest checkpoint of the run, not
+//! again from that step.
 
 use std::ffi::OsString;
 
@@ -10,10 +10,10 @@ use crate::cli::Resolved;
 use crate::error::{Error, Result};
 use crate::launch::{MAX_RESTARTS, OWN_RANKS};
 
-/// Tells ranks what was saved last when their supervisor started.
+/// Tells ranks which checkpoint was the latest when their supervisor started.
 const LAST_SAVE: &str = "MEGATRON_LAST_SAVE";
 
-/// What ranks that may be started again have to know.
+/// Environment variables for ranks that may be restarted.
 pub fn variables(resolved: &Resolved) -> Vec<(OsString, OsString)> {
     match (&resolved.run.checkpoint.save, resolved.run.checkpoint.ckpt_step) {
         (Some(save), Some(_)) if resolved.distributed.max_restarts > 0 => {
@@ -23,10 +23,10 @@ pub fn variables(resolved: &Resolved) -> Vec<(OsString, OsString)> {
     }
 }
 
-/// Drops the step to go back to, once the run has saved a checkpoint of its own.
+/// Ignores the step to go back to once the run has saved a checkpoint itself.
 ///
 /// # Errors
-/// If a launcher may start the ranks again: they would go back each time.
+/// If a launcher may restart the ranks: they would go back to the step each time.
 pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
     let settings = &mut run.checkpoint;
     let (Some(step), Some(save), Some(load)) = (settings.ckpt_step, &settings.save, &settings.load)
@@ -46,8 +46,9 @@ pub fn go_on_after_restart(run: &mut RunConfig) -> Result<()> {
         std::env::var(MAX_RESTARTS).ok().and_then(|times| times.parse().ok()).unwrap_or(0u32);
     if restarts > 0 && std::env::var_os(OWN_RANKS).is_none() {
         return Err(Error::usage(format!(
-            "--ckpt-step {step}: this launcher may start ranks again ({MAX_RESTARTS} = {restarts}), and each time they would go back to step \
-             {step}; give the launcher --max-restarts 0, or leave the ranks to `megatron pretrain` with its own --max-restarts"
+            "--ckpt-step {step}: this launcher may restart ranks ({MAX_RESTARTS} = {restarts}), \
+             and each restart would go back to step {step}; give the launcher --max-restarts 0, or \
+             start the ranks with `megatron pretrain --max-restarts`"
         )));
     }
     Ok(())

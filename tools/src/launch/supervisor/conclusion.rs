@@ -11,7 +11,7 @@ use crate::launch::requests::is_stopped;
 use crate::launch::restarts::End;
 
 impl Supervisor<'_> {
-    /// Names, once, the ranks that had `limit` to stop and still run.
+    /// Reports, once, the ranks that still run after `limit`.
     pub(super) fn tell_overdue(&mut self, limit: Duration) {
         if std::mem::replace(&mut self.overdue, true) {
             return;
@@ -19,14 +19,15 @@ impl Supervisor<'_> {
         let running = self.ranks.iter().enumerate().filter(|(_, rank)| rank.child.is_some());
         let late: Vec<Who> = running.map(|(index, _)| self.plan.work.who(index)).collect();
         let message = format!(
-            "{} did not stop within {} s of being asked to, and was killed; what was not saved by then is lost",
+            "{} did not stop within {} s of the request, and was killed; unsaved progress is lost",
             listed(&late),
             limit.as_secs()
         );
         self.tell_why(Fault { message, blames_a_peer: false, comes_again: false });
     }
 
-    /// Tells why ranks failed: the user, or the launcher of several machines, which does.
+    /// Reports why ranks failed: to the user, or to the launcher of several machines, which tells
+    /// the user.
     fn tell_why(&mut self, fault: Fault) {
         match fault.to_line().filter(|_| self.plan.over_stdin) {
             Some(line) => self.printer.print(Stream::Stderr, "", &line),
@@ -71,10 +72,8 @@ impl Supervisor<'_> {
             self.tell_why(Fault { message, blames_a_peer, comes_again });
         } else {
             self.printer.print(Stream::Stderr, "error: ", &message);
-            let note = format!(
-                "starting all ranks again (restart {} of at most {most})",
-                self.restarts + 1
-            );
+            let note =
+                format!("restarting all ranks (restart {} of at most {most})", self.restarts + 1);
             self.printer.print(Stream::Stderr, "", &note);
         }
         End { code, again }
@@ -82,14 +81,15 @@ impl Supervisor<'_> {
 
     /// The code of a run that was stopped on request and did not fail.
     fn stopped(&self, failures: &[Failure]) -> Option<u8> {
-        // A rank that was asked before it could listen died of it, and others miss it.
+        // A rank that got the signal before it could handle it died of it, and others report it
+        // missing.
         if let Some(signal) =
             self.stop.filter(|_| self.cut_short && failures.iter().all(Failure::blames_a_peer))
         {
             return Some(Exit::Signal(signal).code());
         }
-        // Somebody else may have asked one of the ranks, here or on another machine: they saved,
-        // and say so by their codes.
+        // A signal may have been sent directly to a rank, here or on another machine: the ranks
+        // saved, and their exit codes show it.
         let asked = |rank: &Rank| matches!(rank.exit, Some(Exit::Code(code)) if code == 0 || is_stopped(code));
         let well = self.ranks.iter().all(asked) && failures.iter().all(|f| f.fault.is_none());
         failures.first().filter(|_| well).map(|first| first.exit.code())

@@ -1,5 +1,5 @@
-//! One round of the ranks of this machine, or of the supervisors of several: starts them, relays
-//! their output and signals, and ends them together.
+//! One round of this machine's ranks, or of the supervisors of several machines: starts them,
+//! relays output and signals, and ends them together.
 
 mod conclusion;
 
@@ -19,25 +19,24 @@ use super::restarts::End;
 use crate::error::{Error, Result};
 use crate::fault::Fault;
 
-/// How often ranks and signals are looked at while nothing is printed.
+/// Interval at which ranks and signals are checked while nothing is printed.
 const TICK: Duration = Duration::from_millis(20);
-/// From SIGTERM to SIGKILL, once a rank has failed.
+/// Time from SIGTERM to SIGKILL after a rank has failed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How long output of an ended rank may still be on its way.
+/// How long to wait for the remaining output of an ended rank.
 const DRAIN: Duration = Duration::from_millis(500);
-/// How long whoever asked the run to stop is kept waiting by someone who does not read what it
-/// printed.
+/// How long a stopping run waits for its output to be read.
 const UNREAD: Duration = Duration::from_secs(2);
 
-/// Advice where a thread could not be started.
+/// Advice if a thread could not be started.
 const MORE_PROCESSES: &str = "raise `ulimit -u`, or the container's limit of processes";
 
 /// A rank of this machine, or the supervisor of another.
 struct Rank {
     child: Option<Child>,
-    /// Where the latter hears what signals would tell it.
+    /// Input of a supervisor on another machine, in place of signals.
     control: Option<Control>,
-    /// Of its output: somebody may still write to them.
+    /// Output streams that may still have writers.
     open_streams: usize,
     pid: u32,
     prefix: String,
@@ -51,7 +50,7 @@ struct Rank {
 /// Why ranks are being ended.
 enum Phase {
     Running,
-    /// A signal came; ranks were told to stop.
+    /// A signal came, and ranks were asked to stop.
     Stopping {
         since: Instant,
     },
@@ -62,8 +61,8 @@ enum Phase {
     },
 }
 
-/// Runs the ranks of `plan`, which were started again `restarts` times before, to their end. Why
-/// they failed is printed.
+/// Runs the ranks of `plan`, which were restarted `restarts` times before, until they end. Prints
+/// why they failed.
 ///
 /// # Errors
 /// If a rank cannot be started.
@@ -85,24 +84,24 @@ pub fn attempt(plan: &Plan, restarts: u32, requests: &mut Requests) -> Result<En
 
 struct Supervisor<'a> {
     plan: &'a Plan,
-    /// How often ranks were started again before.
+    /// How often ranks were restarted before.
     restarts: u32,
     ranks: Vec<Rank>,
     events: Receiver<Event>,
     printer: Printer,
-    /// Lines of ranks that were ending and that nobody was there to read.
+    /// Lines of ending ranks that could not be printed because output was not read.
     unread: usize,
     phase: Phase,
-    /// The signal that ranks were asked to stop for, before any failed.
+    /// The signal for which ranks were asked to stop, before any failed.
     stop: Option<i32>,
     /// Whether a signal came, before or after.
     asked: bool,
-    /// Whether a rank ended because it was asked to. One that had finished when the signal came has
-    /// done its work.
+    /// Whether a rank ended because of the request. A rank that had already finished does not
+    /// count.
     cut_short: bool,
     /// Whether ranks were killed because they did not stop in time.
     overdue: bool,
-    /// Local indices and ends of ranks that ended badly, in order.
+    /// Local indices and exits of failed ranks, in order.
     ended_badly: Vec<(usize, Exit)>,
 }
 
@@ -110,7 +109,7 @@ impl<'a> Supervisor<'a> {
     fn start(plan: &'a Plan, restarts: u32) -> Result<Self> {
         let (sender, events) = sync_channel(1024);
         let printer = Printer::start().map_err(|source| Error::Io {
-            action: format!("start a thread that prints ({MORE_PROCESSES})"),
+            action: format!("start a thread for printing ({MORE_PROCESSES})"),
             source,
         })?;
         let mut started = Self {
@@ -135,7 +134,7 @@ impl<'a> Supervisor<'a> {
             })?;
             let unread = |source| Error::Io {
                 action: format!(
-                    "start a thread that reads what {} prints ({MORE_PROCESSES})",
+                    "start a thread for reading the output of {} ({MORE_PROCESSES})",
                     plan.work.who(index)
                 ),
                 source,
@@ -164,9 +163,9 @@ impl<'a> Supervisor<'a> {
         Ok(started)
     }
 
-    /// Shows what ranks printed, waiting up to `patience` for the first line. While nobody reads
-    /// it, ranks wait with what they print, too, unless they are to end, which they could not do
-    /// while they wait.
+    /// Prints the output of ranks, waiting up to `patience` for the first line. While it is not
+    /// read, ranks also wait with their output. Ranks that are to end do not, because they could
+    /// not end while they wait.
     fn relay(&mut self, patience: Duration) {
         if matches!(self.phase, Phase::Running) && self.printer.is_stuck() {
             std::thread::sleep(patience);
@@ -218,9 +217,9 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// What came since the last look, in no known order. The first of them stops the run, and none
-    /// of those that came with it is yet one of someone who does not want to wait; SIGHUP comes
-    /// after another (systemd, a terminal that closes), whose code the run ends with.
+    /// Handles the signals since the last call, in unknown order. The first one stops the run;
+    /// signals that arrive together with it do not yet count as impatience. SIGHUP follows another
+    /// signal (systemd, a closing terminal), and the run ends with the code of that one.
     fn interrupt_all(&mut self, signals: impl Iterator<Item = i32>) {
         let mut signals: Vec<i32> = signals.collect();
         if matches!(self.phase, Phase::Running) {
@@ -230,14 +229,14 @@ impl<'a> Supervisor<'a> {
         signals.into_iter().for_each(|signal| self.interrupt(signal));
     }
 
-    /// Passes a signal on as SIGTERM, which our ranks take as "save and stop". Of those that follow
-    /// only SIGINT, from someone who does not want to wait, kills: schedulers repeat SIGTERM, and
+    /// Passes a signal on as SIGTERM, which ranks of this program treat as "save and stop". Among
+    /// later signals only SIGINT, a user's second Ctrl-C, kills: schedulers repeat SIGTERM, and
     /// systemd sends SIGHUP after it. The launcher of several machines asks for SIGKILL.
     fn interrupt(&mut self, signal: i32) {
         self.asked = true;
         match self.phase {
             Phase::Running => {
-                // One on another machine is told by the launcher, which has said it.
+                // On another machine, the launcher sent the request and has already printed this.
                 if !self.plan.over_stdin {
                     let does = if self.plan.saves { "saving and stopping" } else { "stopping" };
                     let note = format!("{}: {does}; Ctrl-C now stops at once", signal_name(signal));
@@ -268,13 +267,13 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Takes note of ranks that ended.
+    /// Records ranks that ended.
     fn reap(&mut self) -> Result<()> {
         for index in 0..self.ranks.len() {
             let rank = &mut self.ranks[index];
             let Some(child) = &mut rank.child else { continue };
-            // A script that is asked to stop dies of it; what it started may still save, and lives
-            // while it could say so.
+            // A script dies of the stop request, but processes that it started may still be saving.
+            // They live as long as their output streams are open.
             let may_save = self.plan.stop_limit.is_some()
                 && matches!(self.phase, Phase::Stopping { .. })
                 && rank.told != Some(libc::SIGKILL)
@@ -284,15 +283,15 @@ impl<'a> Supervisor<'a> {
             }
             let Some(exit) = reap(child).map_err(|e| wait_error(rank.pid, e))? else { continue };
             rank.child = None;
-            // The end of its input ends what may still run there.
+            // Closing its input ends processes that may still run there.
             rank.control = None;
             rank.exit = Some(exit);
             let as_told = match exit {
                 Exit::Signal(signal) => rank.told == Some(signal),
-                // A scheduler may have told it, too.
+                // A scheduler may have signalled it as well.
                 Exit::Code(code) => rank.told.is_some() && is_stopped(code),
             };
-            // One that is killed because others failed may have hung instead.
+            // A rank killed because others failed may have been hanging.
             let killed =
                 exit == Exit::Signal(libc::SIGKILL) && matches!(self.phase, Phase::Failing { .. });
             self.cut_short |= as_told && !killed;
@@ -337,8 +336,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Shows what is still in the pipes. While somebody is slow to read it nothing of it is lost,
-    /// unless a signal comes.
+    /// Prints the rest of the output in the pipes. A slow reader loses nothing, unless a signal
+    /// comes.
     fn drain(&mut self, requests: &mut Requests) {
         let mut until = Instant::now() + DRAIN;
         while self.ranks.iter().any(|rank| rank.open_streams > 0) && Instant::now() < until {
@@ -350,12 +349,12 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Waits until all is printed, but not for someone who does not read where somebody else wants
-    /// the run to end: whether a signal asked for that.
+    /// Waits until everything is printed, but gives up on a stalled reader if a signal asks the run
+    /// to end. Returns whether a signal did.
     fn finish_printing(&mut self, requests: &mut Requests) -> bool {
         if self.unread > 0 {
             let note = format!(
-                "{} lines of ranks are not shown: nobody read what was printed",
+                "{} lines of ranks are not shown: standard output was not read",
                 self.unread
             );
             self.printer.print(Stream::Stderr, "", &note);
@@ -376,7 +375,7 @@ impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
         self.signal_all(libc::SIGKILL);
         for rank in &mut self.ranks {
-            // What runs at its other end ends with it.
+            // Closing the connection ends the processes at its other end.
             let is_connection = rank.control.take().is_some();
             if let Some(child) = &mut rank.child {
                 if is_connection {

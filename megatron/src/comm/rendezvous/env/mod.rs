@@ -133,7 +133,7 @@ fn world_without_rank(lookup: &impl Lookup) -> Option<String> {
 pub fn ignored_world(lookup: impl Fn(&str) -> Option<String>) -> Option<String> {
     let size = world_without_rank(&lookup)?;
     Some(format!(
-        "note: WORLD_SIZE={} is ignored: RANK is not set, so that no launcher made this process a rank; the ranks are started here",
+        "note: WORLD_SIZE={} is ignored: RANK is not set, so no launcher started this process; the ranks are started here",
         printable(size)
     ))
 }
@@ -203,8 +203,9 @@ fn no_address(info: &RankInfo, launcher: Launcher) -> Error {
         "-genv MASTER_ADDR HOST"
     };
     Error::config(format!(
-        "MASTER_ADDR is not set, and ranks are on several machines ({size}={}, {here}); give all of them the machine of rank 0, \
-         by a name or address at which the others reach it: mpirun {option}, or --rdzv tcp://HOST:PORT",
+        "MASTER_ADDR is not set, and ranks are on several machines ({size}={}, {here}); give all \
+         ranks a name or address at which they reach the machine of rank 0: mpirun {option}, or \
+         --rdzv tcp://HOST:PORT",
         info.world_size
     ))
 }
@@ -242,7 +243,7 @@ impl Rendezvous {
         let usable = port.checked_add(usize::from(agent)).and_then(|port| u16::try_from(port).ok());
         let port = usable.filter(|port| *port > 0).ok_or_else(|| {
             let why = if agent {
-                " (the port after it is used, since torchrun's agent has taken it)"
+                " (the next port is used, because torchrun's agent uses this one)"
             } else {
                 ""
             };

@@ -51,7 +51,7 @@ pub fn tasks_here(lookup: &impl Lookup) -> Result<Option<usize>> {
     let node = number("SLURM_NODEID", &node)?;
     let runs = parse_tasks(&list).ok_or_else(|| {
         Error::config(format!(
-            "{name}={list} is no list of tasks on each node, such as 4(x2),3 for 4, 4 and 3"
+            "{name}={list} is not a list of tasks per node, such as 4(x2),3 for 4, 4 and 3"
         ))
     })?;
     let mut before = 0usize;
@@ -83,14 +83,14 @@ pub fn first_node(lookup: &impl Lookup) -> Result<String> {
     let names = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
     let Some((name, list)) = first(lookup, &names) else {
         return Err(Error::config(format!(
-            "MASTER_ADDR is not set, and neither is one of {}, whose first node it is by default; set MASTER_ADDR to the \
-             machine of SLURM_PROCID=0",
+            "MASTER_ADDR is not set, and its default, the first node of {}, is not set either; set \
+             MASTER_ADDR to the machine of SLURM_PROCID=0",
             names.join(", ")
         )));
     };
     first_of(&list).ok_or_else(|| {
         Error::config(format!(
-            "{name}={list} is no list of nodes, such as node[01-03,7]; set MASTER_ADDR to the machine of SLURM_PROCID=0"
+            "{name}={list} is not a list of nodes, such as node[01-03,7]; set MASTER_ADDR to the machine of SLURM_PROCID=0"
         ))
     })
 }

@@ -1,4 +1,4 @@
-//! The kernels, a method for each part of a model.
+//! The kernels to measure, with one method for each part of a model.
 
 use candle_core::{DType, Tensor};
 use kernels::ops::attention::{
@@ -13,13 +13,13 @@ use megatron::tensor_parallel::logits_room;
 
 use super::{KernelBench, Shape, Work};
 
-/// Elements of the flat ranges that the optimizer is timed on, at most; the time of a whole model
-/// follows by proportion.
+/// Most elements of the flat ranges that the optimizer is timed on; the time of a whole model is
+/// extrapolated.
 const FLAT: usize = 1 << 24;
-/// Elements of what stands for all gradients on a GPU, at most.
+/// Most elements of the buffer that stands for all gradients on a GPU.
 const ALL_FLAT: usize = 1 << 28;
 
-/// Tokens that the next one of a text sees, with itself.
+/// Tokens that a new token attends to, itself included.
 const CACHED: usize = 4096;
 
 impl KernelBench {
@@ -28,7 +28,7 @@ impl KernelBench {
         let up = if llama { 2 * ffn } else { ffn };
         let (calls, biased) = (layers as f64, !llama);
         type Make = fn(&KernelBench, usize) -> Result<Tensor>;
-        // How x and dy are made.
+        // How x and dy are created.
         let (plain, activated): (Make, Make) = (KernelBench::activation, KernelBench::activated);
         let products = [
             ("qkv", h, self.heads().width(), [plain, plain]),
@@ -41,8 +41,8 @@ impl KernelBench {
             let dw = self.zeros(w.dims())?;
             let (rows, shape) = (self.rows(), format!("{}×{k}·{k}×{n}", self.rows()));
             let work = Work::Flops(2 * rows * k * n);
-            // These are added to the residual stream: by the product but where ranks' sums come
-            // between.
+            // These results are added to the residual stream: by the product, unless ranks must be
+            // summed first.
             let joined = n == h && what != "qkv";
             let alone = if joined { 0.0 } else { calls };
             self.time(&format!("linear, {what}"), shape.clone(), alone, work, || {
@@ -81,7 +81,7 @@ impl KernelBench {
         self.output_layer(h, vocab)
     }
 
-    /// The products of the loss's chunks, as the head asks for them.
+    /// The products of the loss in chunks, as the head runs them.
     fn output_layer(&mut self, k: usize, n: usize) -> Result<()> {
         let (rows, width) = logits_room(n, DType::F32, &self.device);
         let rows = rows.min(self.rows());
@@ -114,7 +114,7 @@ impl KernelBench {
         }
         let (out, lse) = attention(&qkv, heads, scale, None)?;
         let shape = format!("{micro_batch}×{} heads×{seq}²×{}", heads.heads(), heads.head_dim);
-        // A product of all queries with all keys, of which the causal half counts.
+        // The product of all queries with all keys; only the causal half counts.
         let product = micro_batch * heads.heads() * seq * seq * heads.head_dim;
         let calls = layers as f64;
         self.time("attention", shape.clone(), calls, Work::Flops(2 * product), || {
@@ -129,8 +129,8 @@ impl KernelBench {
                 attention_backward(&out, &qkv, &out, &lse, heads, scale, None)
             });
         };
-        // On a GPU gradients are turned back by what makes them, if it can; on a CPU by a kernel of
-        // its own, which is timed apart.
+        // On a GPU, the kernel that produces gradients also rotates them back if it can; on a CPU a
+        // separate kernel does, which is timed separately.
         let on_gpu = !self.device.is_cpu();
         self.time("attention_backward", shape, calls, work, || {
             let rotation = Rotation { table: &table, positions: None };
@@ -174,8 +174,8 @@ impl KernelBench {
             (self.activation(hidden)?, self.activation(hidden)?, format!("{rows}×{hidden}"));
         let bias = if llama { None } else { Some(self.randn(&[hidden])?) };
         let work = Work::Elements(3 * rows * hidden);
-        // Presets train without dropout, one rank's products add the residual: no call of either is
-        // part of a step.
+        // Presets train without dropout, and on one rank the products add the residual, so neither
+        // kernel is called in a step.
         self.time("bias_dropout_add", shape.clone(), 0.0, work, || {
             bias_dropout_add(&x, bias.as_ref(), Some(&residual), None)
         })?;
@@ -225,7 +225,7 @@ impl KernelBench {
 
     pub fn vocabulary(&mut self) -> Result<()> {
         let (rows, Shape { hidden, vocab, seq, micro_batch, .. }) = (self.rows(), self.shape);
-        // Multiples of a large odd number: ids without an order that caches could use.
+        // Multiples of a large odd number: ids in an order that defeats caches.
         let ids = (0..rows as u32).map(|i| i.wrapping_mul(2_654_435_761) % vocab as u32).collect();
         let ids = Tensor::from_vec(ids, (seq, micro_batch), &self.device)?;
         let (w, dy) = (self.randn(&[vocab, hidden])?, self.activation(hidden)?);
@@ -234,7 +234,7 @@ impl KernelBench {
         self.time("embedding", shape.clone(), 1.0, Work::Elements(2 * n), || {
             embedding::embedding(&ids, &w, 0)
         })?;
-        // Of rows of dweight, in fp32, one is read and written for every token.
+        // Every token reads and writes one row of dweight in fp32.
         let work = Work::Elements(n + 2 * n * (4 / self.dtype.size_in_bytes()));
         self.time("embedding_backward", shape, 1.0, work, || {
             embedding::embedding_backward(&dy, &ids, 0, &dw)
@@ -244,7 +244,8 @@ impl KernelBench {
             (self.wide_randn(&[rows, vocab])?, self.activation(vocab)?.reshape((rows, vocab))?);
         let (max, _) = cross_entropy::row_statistics(&logits, &ids, 0, vocab)?;
         let ones = Tensor::ones(rows, DType::F32, &self.device)?;
-        // A GPU makes both at once; they stand alone where the vocabulary is cut over ranks.
+        // A GPU computes both at once; they are separate only if the vocabulary is split over
+        // ranks.
         let apart = if self.device.is_cpu() { 1.0 } else { 0.0 };
         self.time("row_statistics", shape.clone(), apart, Work::Fp32(n), || {
             cross_entropy::row_statistics(&logits, &ids, 0, vocab)
@@ -285,7 +286,7 @@ impl KernelBench {
         let n = params.min(FLAT);
         let g = self.wide_randn(&[n])?;
         let (m, v) = (g.zeros_like()?, g.zeros_like()?);
-        // What bf16 weights lack of fp32 is kept by itself.
+        // The low halves that extend bf16 weights to fp32 are stored separately.
         let p = if self.dtype == DType::BF16 {
             Tensor::zeros(n, DType::I16, g.device())?
         } else {
@@ -307,7 +308,7 @@ impl KernelBench {
                 reduce::sum_of_squares(&g)
             })?;
         } else {
-            // As a step does it: of all gradients at once, and the host does not wait.
+            // As in a step: for all gradients at once, without waiting on the host.
             let copies = params.div_ceil(n).min(ALL_FLAT / n);
             let (all, count) = (Tensor::cat(&vec![&g; copies], 0)?, copies * n);
             let calls = params as f64 / count as f64;
@@ -325,7 +326,8 @@ impl KernelBench {
         self.time("zero", shape, calls, Work::Fp32(n), || reduce::zero(&g))
     }
 
-    /// A token's attention over those before it, as text is continued: no part of a step.
+    /// Attention of one token over the tokens before it, as in text generation; not part of a
+    /// training step.
     pub fn generation(&mut self) -> Result<()> {
         let (heads, b) = (self.heads(), self.shape.micro_batch);
         let name = "attention_cached, a token";

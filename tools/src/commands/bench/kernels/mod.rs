@@ -1,5 +1,5 @@
-//! `megatron bench kernels`: every kernel of a training step at the shapes of a preset, and its
-//! share of the step.
+//! `megatron bench kernels`: times every kernel of a training step at the shapes of a preset, with
+//! its share of the step.
 
 mod cases;
 
@@ -23,40 +23,39 @@ use crate::error::Error;
 use crate::ranks;
 use crate::report::table::{Table, significant};
 
-/// Time spent on the peak.
+/// Milliseconds spent on measuring the peak.
 const PEAK_MS: u64 = 200;
 
-/// Rows, columns and depth of the product that a GPU's peak is taken from.
+/// Rows, columns and depth of the product that measures a GPU's peak.
 const PEAK_SIZE: usize = 8192;
 
-/// Elements of fp32 whose copy is the ceiling of kernels bound by memory, on a CPU and on a GPU:
-/// more than their caches hold.
+/// fp32 elements of the copy that measures memory bandwidth, on a CPU and on a GPU: more than their
+/// caches hold.
 const COPY: [usize; 2] = [1 << 24, 1 << 28];
 
-/// Seconds of calls that a GPU is given before it is waited for.
+/// Seconds of work that are queued on a GPU before waiting for it.
 const BATCH_SECONDS: f64 = 5e-3;
 
-/// Time every kernel of a training step at a preset's shapes, and a token's attention as text is
-/// continued
+/// Time every kernel of a training step at a preset's shapes, and one token's attention during
+/// generation
 #[derive(Args, Clone, Debug)]
 pub struct KernelsArgs {
     /// Shapes
     #[arg(long, value_enum, default_value_t = Preset::Small)]
     pub preset: Preset,
-    /// Samples of one forward pass [default: the preset's]
+    /// Samples per forward pass [default: the preset's]
     #[arg(long, value_name = "B", value_parser = positive)]
     pub micro_batch_size: Option<usize>,
     /// Threads [default: RAYON_NUM_THREADS, or cores]
     #[arg(long, value_name = "N", value_parser = positive)]
     pub threads: Option<usize>,
-    /// Time spent on each kernel, about
+    /// Approximate time spent on each kernel
     #[arg(long, value_name = "MS", default_value_t = 300)]
     pub milliseconds: u64,
-    /// What weights and activations are stored in; logits, main gradients and the optimizer's state
-    /// stay fp32
+    /// Dtype of weights and activations; logits, main gradients and optimizer state stay fp32
     #[arg(long, value_enum, default_value_t = Storage::Fp32)]
     pub dtype: Storage,
-    /// What to measure on
+    /// Device to measure
     #[arg(long, value_name = "auto|cpu|cuda|cuda:N", default_value = "auto")]
     pub device: Choice,
     /// Only kernels whose names contain this
@@ -64,7 +63,7 @@ pub struct KernelsArgs {
     pub only: String,
 }
 
-/// A storage type, named as `pretrain`'s flags name it.
+/// A storage type, with the names of `pretrain`'s flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Storage {
     Fp32,
@@ -135,7 +134,7 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
     bench.generation()?;
     if bench.table.is_empty() {
         return Err(Error::usage(format!(
-            "--only {}: no kernel of {} has that in its name",
+            "--only {}: no kernel of {} has this in its name",
             args.only,
             args.preset.name()
         )));
@@ -160,7 +159,8 @@ pub fn run(args: &KernelsArgs) -> crate::error::Result<()> {
         let isa = instruction.name();
         let best = peak(instruction, Duration::from_millis(PEAK_MS));
         crate::print_line(&format!(
-            "of peak: of what {isa} in registers alone does right before and after each call, the median; now {} GFLOP/s",
+            "of peak: relative to the median rate of {isa} on registers alone, measured before and \
+             after each call; now {} GFLOP/s",
             significant(best)
         ));
     } else if !bench.device.is_cpu() {
@@ -185,18 +185,18 @@ enum Work {
     Flops(usize),
     /// Elements of activations and weights read or written, each counted once.
     Elements(usize),
-    /// The same, of fp32.
+    /// The same for fp32 elements.
     Fp32(usize),
 }
 
 struct KernelBench {
     shape: Shape,
     dtype: DType,
-    /// What products of the dtype are made of, on a CPU.
+    /// The instruction that products of the dtype use on a CPU.
     instruction: Option<Instruction>,
-    /// 10⁹ operations a second of a GPU's largest product.
+    /// Rate of a GPU's largest product, in 10⁹ operations per second.
     peak: f64,
-    /// 10⁹ bytes a second that a large copy reads and writes.
+    /// Rate of a large copy, read plus written, in 10⁹ bytes per second.
     copy: f64,
     budget: Duration,
     only: String,
@@ -206,7 +206,7 @@ struct KernelBench {
 }
 
 impl KernelBench {
-    /// Times what kernels are compared with, where it is not known.
+    /// Measures the ceilings that kernels are compared with, if they are not known yet.
     fn measure_ceilings(&mut self) -> Result<()> {
         let n = self.copy_elements();
         let (to, from) = (self.zeros(n)?, self.zeros(n)?);
@@ -229,8 +229,8 @@ impl KernelBench {
         if self.device.is_cpu() {
             return Ok(repeat(self.budget, || Ok(kernel()?))?.median());
         }
-        // A GPU computes after the call has returned: several calls, between two times that it
-        // notes itself.
+        // A GPU computes after the call has returned, so GPU events around several calls measure
+        // the time.
         let mut batch = |calls: usize| -> Result<f64> {
             let all = || (0..calls).try_for_each(|_| kernel().map(drop));
             Ok(device::seconds::<kernels::Error>(&self.device, all)? / calls as f64)
@@ -308,7 +308,8 @@ impl KernelBench {
         self.randn(&[self.shape.seq, self.shape.micro_batch, width])
     }
 
-    /// As activation functions make them, with rows that do not crowd a CPU's caches.
+    /// An activation as activation functions allocate it, with row strides that avoid cache
+    /// conflicts on CPUs.
     fn activated(&self, width: usize) -> Result<Tensor> {
         let apart = if self.device.is_cpu() {
             rows_apart(width, self.dtype.size_in_bytes())
@@ -322,7 +323,7 @@ impl KernelBench {
         Ok(self.wide_randn(shape)?.to_dtype(self.dtype)?)
     }
 
-    /// As [`Self::randn`], in fp32: a few numbers, again and again.
+    /// As [`Self::randn`], in fp32: a few numbers, repeated.
     fn wide_randn(&self, shape: &[usize]) -> Result<Tensor> {
         const DRAWN: usize = 1 << 22;
         let n = shape.iter().product::<usize>();
@@ -340,7 +341,7 @@ impl KernelBench {
         Ok(all.reshape(shape)?)
     }
 
-    /// Of fp32.
+    /// Zeros in fp32.
     fn zeros(&self, shape: impl Into<candle_core::Shape>) -> Result<Tensor> {
         Ok(Tensor::zeros(shape, DType::F32, &self.device)?)
     }

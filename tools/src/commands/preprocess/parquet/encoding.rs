@@ -1,8 +1,7 @@
-//! The encodings of byte strings and of levels: numbers packed into bits, runs, differences,
-//! dictionaries.
+//! Decodes byte strings and levels: bit-packed numbers, runs, differences and dictionaries.
 //!
-//! Source: parquet-format, `Encodings.md`. Everything is decoded as it is asked for, so that counts
-//! that lie cost no memory.
+//! Source: parquet-format, `Encodings.md`. Values are decoded on demand, so that false counts cost
+//! no memory.
 
 use super::Read;
 
@@ -26,7 +25,7 @@ fn signed(bytes: &[u8], at: &mut usize) -> Read<i64> {
     Ok((value >> 1) as i64 ^ -((value & 1) as i64))
 }
 
-/// The number of `width` bits, at most 64, whose lowest is bit `bit` of `bytes`.
+/// The number of `width` bits, at most 64, that starts at bit `bit` of `bytes`, lowest bit first.
 fn bits(bytes: &[u8], bit: usize, width: u32) -> Read<u64> {
     let (first, last) = (bit / 8, (bit + width as usize).div_ceil(8));
     let held = bytes.get(first..last).ok_or(ENDS)?;
@@ -39,7 +38,7 @@ fn bits(bytes: &[u8], bit: usize, width: u32) -> Read<u64> {
 /// Levels and indices: runs of one value, and groups of 8 packed values (`RLE`).
 #[derive(Debug)]
 pub struct Hybrid {
-    /// Where the next run begins, and where they end.
+    /// Position of the next run, and end of the runs.
     at: usize,
     end: usize,
     width: u32,
@@ -109,17 +108,17 @@ impl Hybrid {
 /// Integers as packed differences (`DELTA_BINARY_PACKED`).
 #[derive(Clone, Debug)]
 struct Deltas {
-    /// Where the next block, or the packed numbers of the present one, begin.
+    /// Position of the next block, or of the packed numbers of the current one.
     at: usize,
-    /// Differences in each of a block's parts, and parts in a block.
+    /// Differences per part of a block, and parts per block.
     per_part: usize,
     parts: usize,
-    /// Values that were not asked for.
+    /// Values that are not yet decoded.
     left: u64,
     value: i64,
     first: bool,
     least: i64,
-    /// Where the widths of the present block's parts lie, the part, and the place in it.
+    /// Position of the widths of the current block's parts, the part, and the place in it.
     widths: usize,
     part: usize,
     within: usize,
@@ -190,7 +189,7 @@ impl Deltas {
         Ok(self.value)
     }
 
-    /// Where the last block ends. Parts of it that hold nothing are not there.
+    /// End of the last block. Its empty parts are not stored.
     fn end(&self, page: &[u8]) -> Read<usize> {
         let mut rest = self.clone();
         let mut left = rest.left.saturating_sub(1);
@@ -221,7 +220,7 @@ enum Encoding {
 #[derive(Debug, Default)]
 pub struct Dictionary {
     page: Vec<u8>,
-    /// Where each begins and ends.
+    /// Start and end of each string.
     places: Vec<(u32, u32)>,
 }
 
@@ -237,7 +236,7 @@ impl Dictionary {
     }
 }
 
-/// The place of a string behind its length.
+/// The position of a string, after its length.
 fn plain(page: &[u8], at: &mut usize) -> Read<std::ops::Range<usize>> {
     let start = at.checked_add(4).ok_or(ENDS)?;
     let len = page.get(*at..start).ok_or(ENDS)?;
@@ -248,10 +247,10 @@ fn plain(page: &[u8], at: &mut usize) -> Read<std::ops::Range<usize>> {
 }
 
 fn size(value: i64) -> Read<usize> {
-    usize::try_from(value).map_err(|_| format!("a page has a text of {value} bytes"))
+    usize::try_from(value).map_err(|_| format!("a page has a string of {value} bytes"))
 }
 
-/// `len` bytes of the page from `at` on, behind which `at` is moved.
+/// `len` bytes of the page from `at` on; moves `at` past them.
 fn part<'a>(page: &'a [u8], at: &mut usize, len: usize) -> Read<&'a [u8]> {
     let part = at.checked_add(len).and_then(|end| page.get(*at..end)).ok_or(ENDS)?;
     *at += len;
@@ -259,7 +258,7 @@ fn part<'a>(page: &'a [u8], at: &mut usize, len: usize) -> Read<&'a [u8]> {
 }
 
 impl Strings {
-    /// The strings that a page holds in the encoding of this number, from byte `at` on.
+    /// The strings of a page from byte `at` on, in the encoding with this number.
     pub fn new(page: &[u8], at: usize, encoding: i64, has_dictionary: bool) -> Read<Self> {
         Ok(Self(match encoding {
             // All values are null.
@@ -268,7 +267,7 @@ impl Strings {
             2 | 8 if has_dictionary => {
                 Encoding::Indices(Hybrid::new(at + 1, page.len(), u32::from(page[at]))?)
             }
-            2 | 8 => return Err("a page refers to a dictionary that is not there".into()),
+            2 | 8 => return Err("a page refers to a missing dictionary".into()),
             6 => {
                 let lengths = Deltas::new(page, at)?;
                 let at = lengths.end(page)?;
@@ -281,7 +280,9 @@ impl Strings {
                 Encoding::Prefixes { prefixes, suffixes, at, last: Vec::new() }
             }
             _ => {
-                return Err(format!("a page has the encoding {encoding}, which texts do not have"));
+                return Err(format!(
+                    "a page has the encoding {encoding}, which strings do not have"
+                ));
             }
         }))
     }
@@ -293,7 +294,7 @@ impl Strings {
                 let index = indices.next(page)?;
                 let place = dictionary.places.get(index as usize);
                 let &(start, end) = place.ok_or_else(|| {
-                    format!("a page refers to word {index} of a shorter dictionary")
+                    format!("a page refers to entry {index} of a shorter dictionary")
                 })?;
                 Ok(&dictionary.page[start as usize..end as usize])
             }
@@ -303,7 +304,7 @@ impl Strings {
                 let suffix = part(page, at, size(suffixes.next(page)?)?)?;
                 if prefix > last.len() {
                     return Err(format!(
-                        "a text begins with {prefix} bytes of one that has {}",
+                        "a string takes {prefix} bytes from a string of {} bytes",
                         last.len()
                     ));
                 }

@@ -1,21 +1,20 @@
-//! What a Parquet file says of itself: its columns, and where the data of those that are wanted
-//! lie.
+//! The metadata of a Parquet file: its columns, and the positions of the requested columns' data.
 //!
 //! Source: parquet-format, `src/main/thrift/parquet.thrift`.
 
 use super::Read;
 use super::thrift::{Kind, Thrift};
 
-/// A wanted column.
+/// A requested column.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ColumnInfo {
-    /// Its place among the columns that have data.
+    /// Its index among the columns that have data.
     leaf: usize,
     /// Rows may have no value.
     pub optional: bool,
 }
 
-/// Where a column's values of a group of rows lie.
+/// Position of a column's values in a row group.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ChunkInfo {
     pub codec: i64,
@@ -23,22 +22,22 @@ pub struct ChunkInfo {
     pub end: u64,
 }
 
-/// Consecutive rows.
+/// A group of consecutive rows.
 #[derive(Debug)]
 pub struct RowGroup {
     pub rows: u64,
-    /// A chunk for each wanted column.
+    /// A chunk for each requested column.
     pub chunks: Vec<ChunkInfo>,
 }
 
-/// What is needed of a file's description.
+/// The parts of a file's metadata that are needed.
 #[derive(Debug)]
 pub struct Metadata {
     pub columns: Vec<ColumnInfo>,
     pub groups: Vec<RowGroup>,
 }
 
-/// A field of a row, or a structure of several.
+/// A field of a row, or a structure of several fields.
 #[derive(Default)]
 struct SchemaElement {
     name: String,
@@ -51,24 +50,15 @@ struct SchemaElement {
 const OPTIONAL: i64 = 1;
 const REPEATED: i64 = 2;
 const BYTE_ARRAY: i64 = 6;
-const PHYSICAL: [&str; 8] = [
-    "truth values",
-    "i32",
-    "i64",
-    "i96",
-    "f32",
-    "f64",
-    "byte strings",
-    "byte strings of one length",
-];
-/// Byte strings that are no text, by their converted type.
+const PHYSICAL: [&str; 8] =
+    ["booleans", "i32", "i64", "i96", "f32", "f64", "byte strings", "byte strings of fixed length"];
+/// Byte strings that are not text, by their converted type.
 const NO_TEXT: [(i64, &str); 3] = [(5, "decimals"), (12, "BSON"), (21, "intervals")];
-/// Columns that are named where the wanted one is missing.
+/// Number of columns to list if the requested one is missing.
 const NAMED: usize = 8;
 
 impl Metadata {
-    /// Reads the description of a file whose data lie before `data_end`, for the columns called
-    /// `keys`.
+    /// Reads the metadata of a file with data before `data_end`, for the columns called `keys`.
     pub fn read(bytes: &[u8], keys: &[String], data_end: u64) -> Read<Self> {
         let (mut schema, mut columns) = (Vec::new(), None);
         let (mut rows, mut groups) = (None, None);
@@ -81,7 +71,8 @@ impl Metadata {
                 }
                 (3, Kind::Int) => rows = Some(thrift.int()?),
                 (4, Kind::List) => {
-                    let columns = columns.as_ref().ok_or("its rows come before its columns")?;
+                    let columns =
+                        columns.as_ref().ok_or("its row groups come before its schema")?;
                     let found = groups.insert(Vec::<RowGroup>::new());
                     each(thrift, |thrift| {
                         row_group(thrift, columns, data_end).map(|group| found.extend(group))
@@ -93,13 +84,13 @@ impl Metadata {
             Ok(true)
         };
         Thrift::new(bytes).structure(described)?;
-        let columns = columns.ok_or("it describes no columns")?;
-        let (rows, groups) = rows.zip(groups).ok_or("it does not describe its rows")?;
-        // A changed number of a group's rows would drop documents without a word.
+        let columns = columns.ok_or("it has no schema")?;
+        let (rows, groups) = rows.zip(groups).ok_or("it has no row groups")?;
+        // A wrong number of rows in a group would silently drop documents.
         let held: i128 = groups.iter().map(|group| i128::from(group.rows)).sum();
         if held != i128::from(rows) {
             return Err(format!(
-                "its groups hold {held} rows of the {rows} it describes; copy or make it again"
+                "its row groups hold {held} of {rows} rows; copy or create it again"
             ));
         }
         Ok(Self { columns, groups })
@@ -111,7 +102,7 @@ fn each(thrift: &mut Thrift, mut f: impl FnMut(&mut Thrift) -> Read<()>) -> Read
     match thrift.list()? {
         (Kind::Struct, len) => (0..len).try_for_each(|_| f(thrift)),
         (_, 0) => Ok(()),
-        (kind, _) => Err(format!("where structures should be there are elements of type {kind:?}")),
+        (kind, _) => Err(format!("elements of type {kind:?} are where structures are expected")),
     }
 }
 
@@ -141,7 +132,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     let mut at = 1;
     while let Some(top) = schema.get(at) {
         let first_leaf = leaf;
-        // Elements of the tree below this one that are still to come.
+        // Elements of the tree that are still to come.
         let mut open = 1i64;
         while open > 0 {
             let part = schema.get(at).ok_or("its columns do not form a tree")?;
@@ -155,7 +146,7 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
         }
         let refuse = |what: &str| {
             Err(format!(
-                "column {key:?} holds {what}, not one text in each row; give --json-keys another"
+                "column {key:?} holds {what}, not one string per row; give --json-keys another column"
             ))
         };
         if top.children > 0 || top.repetition == REPEATED {
@@ -178,11 +169,11 @@ fn find(schema: &[SchemaElement], key: &str) -> Read<ColumnInfo> {
     let found =
         if names.is_empty() { "none".into() } else { names[..names.len().min(NAMED)].join(", ") };
     Err(format!(
-        "there is no column {key:?}; give --json-keys one of those that are there: {found}"
+        "there is no column {key:?}; give --json-keys one of the existing columns: {found}"
     ))
 }
 
-/// A group of rows, if it has any: writers give those without data no place in the file.
+/// A row group, unless it is empty: writers give empty groups no position in the file.
 fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read<Option<RowGroup>> {
     let mut group = RowGroup { rows: 0, chunks: Vec::new() };
     thrift.structure(&mut |id, kind, thrift| {
@@ -198,21 +189,21 @@ fn row_group(thrift: &mut Thrift, columns: &[ColumnInfo], data_end: u64) -> Read
                     }
                     Ok(())
                 })?;
-                group.chunks = found
-                    .into_iter()
-                    .collect::<Option<_>>()
-                    .ok_or("a group of rows lacks a column")?;
+                group.chunks =
+                    found.into_iter().collect::<Option<_>>().ok_or("a row group lacks a column")?;
             }
             (3, Kind::Int) => {
-                group.rows =
-                    thrift.int()?.try_into().map_err(|_| "a group has less than no rows")?
+                group.rows = thrift
+                    .int()?
+                    .try_into()
+                    .map_err(|_| "a row group has a negative number of rows")?
             }
             _ => return Ok(false),
         }
         Ok(true)
     })?;
     if group.chunks.is_empty() {
-        return Err("a group of rows has no columns".into());
+        return Err("a row group has no columns".into());
     }
     Ok((group.rows > 0).then_some(group))
 }
@@ -223,7 +214,7 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
         match (id, kind) {
             (1, Kind::Binary) => {
                 let file = text(thrift.binary()?);
-                return Err(format!("its data lie in another file, {file:?}; give that one"));
+                return Err(format!("its data are in another file, {file:?}; give that file"));
             }
             (3, Kind::Struct) => described = Some(chunk_data(thrift)?),
             (8 | 9, _) => return Err("it is encrypted; decrypt it first".into()),
@@ -236,7 +227,7 @@ fn chunk(thrift: &mut Thrift, data_end: u64) -> Read<ChunkInfo> {
     if values == 0 {
         return Ok(ChunkInfo { codec, start: 0, end: 0 });
     }
-    // Of a dictionary, which comes first, old writers say nothing or 0.
+    // The dictionary comes first; old writers leave its offset out or write 0.
     let start = if dictionary > 0 { data.min(dictionary) } else { data };
     let place = || {
         let start = u64::try_from(start).ok()?;

@@ -1,15 +1,15 @@
 //! Columns of text in Parquet files, as Hugging Face datasets are stored.
 //!
 //! Source: Apache parquet-format 2.12 (`README.md`, `parquet.thrift`, `Encodings.md`,
-//! `Compression.md`). Read are flat columns of byte strings, of every encoding that these have.
-//! Files are untrusted: a page is the most that is in memory of a column, it is bounded, and a file
-//! that says what is not so is an error.
+//! `Compression.md`). Only flat columns of byte strings are read, in every encoding that these
+//! have. Files are untrusted: at most one page of a column is in memory, page sizes are bounded,
+//! and contradictory files are errors.
 //!
-//! Why not the `parquet` crate: of 4,463 files, mutated or made by hand, under a limit of 512 MiB,
-//! its version 60.1 ran out of memory on 49 (109 bytes are enough), panicked on 53, overflowed the
+//! Why not the `parquet` crate: on 4,463 mutated or hand-made files, under a limit of 512 MiB, its
+//! version 60.1 ran out of memory on 49 (109 bytes are enough), panicked on 53, overflowed the
 //! stack on one, and took 256 MiB for 124 bytes on others; its zstd is C. This reader survives all
-//! of them and takes less than 64 MiB. A child process would contain that, but not say what is
-//! wrong where, nor tell a hostile file from a large one.
+//! of them and takes less than 64 MiB. A child process would contain such failures, but could not
+//! say what is wrong and where, nor tell a hostile file from a large one.
 
 mod encoding;
 mod metadata;
@@ -27,17 +27,17 @@ use encoding::{Dictionary, Hybrid, Strings};
 use metadata::{ChunkInfo, ColumnInfo, Metadata, RowGroup};
 use page::{DATA, DATA_2, DICTIONARY, LARGEST_PAGE, PageHeader, decompress};
 
-/// What was read, or what is wrong.
+/// The value that was read, or the error.
 type Read<T> = std::result::Result<T, String>;
 
 pub const MAGIC: &[u8; 4] = b"PAR1";
 /// Length and magic number at the end.
 const TAIL: u64 = 8;
-/// The longest description of a file that is read.
+/// The longest footer that is read.
 const LONGEST_FOOTER: u64 = 64 << 20;
-/// Bytes that are looked at for a page's header, first; it may hold long texts, as statistics.
+/// Bytes that are first read for a page's header; statistics in it can contain long texts.
 const HEADER_BYTES: u64 = 1 << 10;
-/// The encoding of levels that is in use.
+/// The only encoding of levels in use.
 const RLE: i64 = 3;
 
 /// The rows of a file, in order.
@@ -47,7 +47,7 @@ pub struct Rows {
     keys: Vec<String>,
     columns: Vec<ColumnInfo>,
     groups: std::vec::IntoIter<RowGroup>,
-    /// Of the present group: rows left, and a reader for each key.
+    /// The current group: rows left, and a reader for each key.
     left: u64,
     readers: Vec<Column>,
     row: u64,
@@ -57,14 +57,17 @@ impl Rows {
     /// Opens a file for its columns `keys`.
     ///
     /// # Errors
-    /// `Error::Data` where it is no whole Parquet file, or a column is missing or no text.
+    /// `Error::Data` if it is not a complete Parquet file, or a column is missing or is not text.
     pub fn open(path: &Path, keys: &[String]) -> megatron::Result<Self> {
         let file =
             megatron::files::open_binary(path).map_err(|error| Error::io("open", path, error))?;
         let read = |error| Error::io("read", path, error);
         let size = file.metadata().map_err(|error| Error::io("inspect", path, error))?.len();
         let damaged = |what: &str| {
-            Error::data(path, format!("is not a whole Parquet file: {what}; copy or make it again"))
+            Error::data(
+                path,
+                format!("is not a complete Parquet file: {what}; copy or create it again"),
+            )
         };
         let mut tail = [0; TAIL as usize];
         if size < TAIL + 4 {
@@ -79,7 +82,7 @@ impl Rows {
         }
         let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
         if footer > LONGEST_FOOTER || footer > size - TAIL - 4 {
-            return Err(damaged(&format!("its description claims {footer} of its {size} bytes")));
+            return Err(damaged(&format!("its footer claims {footer} of its {size} bytes")));
         }
         let data_end = size - TAIL - footer;
         let mut bytes = vec![0; footer as usize];
@@ -98,10 +101,10 @@ impl Rows {
         })
     }
 
-    /// The texts of the next row: one for each key, none where the row has no value.
+    /// The texts of the next row: one for each key, none if the row has no value.
     ///
     /// # Errors
-    /// `Error::Data` where the file is damaged or a text is not UTF-8.
+    /// `Error::Data` if the file is damaged or a text is not UTF-8.
     pub fn read(&mut self) -> megatron::Result<Option<Vec<Vec<String>>>> {
         while self.left == 0 {
             let Some(RowGroup { rows, chunks }) = self.groups.next() else { return Ok(None) };
@@ -125,11 +128,11 @@ impl Rows {
     }
 }
 
-/// A column of a group of rows.
+/// A column of a row group.
 struct Column {
     codec: i64,
     optional: bool,
-    /// Where the next page begins, and where the last one ends.
+    /// Position of the next page, and end of the last one.
     at: u64,
     end: u64,
     dictionary: Option<Dictionary>,
@@ -139,9 +142,9 @@ struct Column {
 /// A page that is being read.
 struct Page {
     bytes: Vec<u8>,
-    /// Values left, nulls among them.
+    /// Values left, including nulls.
     left: u32,
-    /// For each value, whether it is there.
+    /// For each value, whether it is present.
     levels: Option<(Vec<u8>, Hybrid)>,
     strings: Strings,
 }
@@ -152,7 +155,7 @@ impl Column {
         Self { codec, optional, at: start, end, dictionary: None, page: None }
     }
 
-    /// The next value; `None` where it is null.
+    /// The next value; `None` if it is null.
     fn text(&mut self, file: &File) -> Read<Option<String>> {
         while self.page.as_ref().is_none_or(|page| page.left == 0) {
             self.page = None; // before there is another
@@ -169,7 +172,7 @@ impl Column {
         let text = page.strings.next(&page.bytes, self.dictionary.as_ref().unwrap_or(&none))?;
         if text.len() as u64 > LONGEST_LINE {
             return Err(format!(
-                "a text has more than {} MiB; cut it into several",
+                "a string has more than {} MiB; split it into several",
                 LONGEST_LINE >> 20
             ));
         }
@@ -227,7 +230,7 @@ impl Column {
         if self.optional {
             if header.level_encoding != RLE {
                 return Err(format!(
-                    "levels have the encoding {}, which is not read",
+                    "levels have the encoding {}, which is not supported",
                     header.level_encoding
                 ));
             }
@@ -235,7 +238,7 @@ impl Column {
             at = len
                 .checked_add(4)
                 .filter(|&end| end <= bytes.len())
-                .ok_or("levels end after their page")?;
+                .ok_or("levels extend past their page")?;
             let held = bytes[4..at].to_vec();
             let runs = Hybrid::new(0, held.len(), 1)?;
             levels = Some((held, runs));
@@ -248,7 +251,7 @@ impl Column {
     fn data_2(&self, header: &PageHeader, mut stored: Vec<u8>) -> Read<Page> {
         let before = header.repetition_bytes + header.definition_bytes;
         if before > header.stored || before > header.size {
-            return Err("levels end after their page".into());
+            return Err("levels extend past their page".into());
         }
         let compressed = stored.split_off(before as usize);
         let held = stored.split_off(header.repetition_bytes as usize);

@@ -12,7 +12,7 @@ use super::Read;
 use super::thrift::{ENDS, Kind, Thrift};
 
 /// Bytes of the largest page that is read, compressed or not; memory is bounded by a few of them.
-/// Writers make pages of about a megabyte, or of one long text.
+/// Writers usually make pages of about a megabyte, or of one long text.
 pub const LARGEST_PAGE: u64 = 256 << 20;
 
 /// The kinds of pages.
@@ -20,16 +20,16 @@ pub const DATA: i64 = 0;
 pub const DICTIONARY: i64 = 2;
 pub const DATA_2: i64 = 3;
 
-/// What comes before a page.
+/// The header of a page.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageHeader {
     pub kind: i64,
-    /// Bytes when decompressed, and in the file.
+    /// Size in bytes, decompressed and in the file.
     pub size: u64,
     pub stored: u64,
     /// CRC-32 of the bytes in the file.
     pub crc: Option<u32>,
-    /// Values, nulls among them.
+    /// Values, including nulls.
     pub values: u32,
     pub encoding: i64,
     pub level_encoding: i64,
@@ -50,7 +50,7 @@ impl PageHeader {
                 (2, Kind::Int) => header.size = page_size(thrift.int()?)?,
                 (3, Kind::Int) => header.stored = page_size(thrift.int()?)?,
                 (4, Kind::Int) => header.crc = Some(thrift.int()? as u32),
-                // Of dictionaries and of both kinds of data.
+                // The headers of dictionaries and of both kinds of data pages.
                 (5 | 7 | 8, Kind::Struct) => header.described(id, thrift)?,
                 _ => return Ok(false),
             }
@@ -82,16 +82,12 @@ impl PageHeader {
         })
     }
 
-    /// Checks the bytes in the file, if it has a checksum of them.
+    /// Checks the bytes in the file, if the header has a checksum.
     pub fn check(&self, stored: &[u8]) -> Read<()> {
         let Some(crc) = self.crc else { return Ok(()) };
         let mut actual = Crc::new();
         actual.update(stored);
-        if actual.sum() == crc {
-            Ok(())
-        } else {
-            Err("a page has another checksum than it says".into())
-        }
+        if actual.sum() == crc { Ok(()) } else { Err("a page does not match its checksum".into()) }
     }
 }
 
@@ -108,9 +104,9 @@ fn page_size(bytes: i64) -> Read<u64> {
 
 /// The names of codecs, by number.
 const CODECS: [&str; 8] =
-    ["none", "Snappy", "gzip", "LZO", "Brotli", "LZ4 of Hadoop", "zstd", "LZ4"];
+    ["none", "Snappy", "gzip", "LZO", "Brotli", "Hadoop's LZ4", "zstd", "LZ4"];
 
-/// Decompresses `stored` to `size` bytes. What would be more is noticed before it is made.
+/// Decompresses `stored` to `size` bytes. A larger result is detected before it is produced.
 pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
     let expected = size as usize; // at most LARGEST_PAGE
     let broken = |why: &dyn std::fmt::Display| format!("a page cannot be decompressed: {why}");
@@ -119,12 +115,12 @@ pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
         source.by_ref().take(size + 1).read_to_end(&mut bytes).map_err(|error| broken(&error))?;
         Ok::<_, String>(bytes)
     };
-    // What these codecs make of a byte at most.
+    // The largest expansion of one byte with these codecs.
     let most = |factor: usize| {
         if expected / factor > stored.len() { Err(broken(&"its size is wrong")) } else { Ok(()) }
     };
     let bytes = match codec {
-        // Of pages whose values are all null, writers compress nothing.
+        // If all values of a page are null, writers store nothing.
         _ if stored.is_empty() => stored,
         0 => stored,
         1 => {
@@ -147,7 +143,7 @@ pub fn decompress(codec: i64, stored: Vec<u8>, size: u64) -> Read<Vec<u8>> {
                 .and_then(|codec| CODECS.get(codec))
                 .unwrap_or(&"an unknown codec");
             return Err(format!(
-                "it is compressed with {name}, which is not read; write it with Snappy, gzip, zstd or LZ4_RAW"
+                "it is compressed with {name}, which is not supported; write it with Snappy, gzip, zstd or LZ4_RAW"
             ));
         }
     };

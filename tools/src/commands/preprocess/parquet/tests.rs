@@ -1,4 +1,5 @@
-//! Files that pyarrow wrote (`tools/tests/fixtures/parquet/make.py`), whole and damaged.
+//! Tests with files that pyarrow wrote (`tools/tests/fixtures/parquet/make.py`), intact and
+//! damaged.
 
 use super::*;
 
@@ -19,7 +20,7 @@ fn expected(n: usize) -> Vec<Vec<Vec<String>>> {
 fn read(path: &Path, keys: &[&str]) -> Result<Vec<Vec<Vec<String>>>, String> {
     let keys: Vec<String> = keys.iter().map(|key| key.to_string()).collect();
     let mut rows = Rows::open(path, &keys).map_err(|error| error.to_string())?;
-    // Damaged files may claim any number of rows.
+    // Damaged files can claim any number of rows.
     std::iter::from_fn(|| rows.read().transpose())
         .take(5000)
         .collect::<Result<_, _>>()
@@ -66,7 +67,7 @@ fn what_is_no_text_is_refused_by_name() {
     }
 }
 
-/// Whatever is changed, the result is an error that names the file, or as many rows as there were.
+/// For any change, the result is an error that names the file, or the original number of rows.
 #[test]
 fn damaged_files_are_errors() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,22 +1,22 @@
-//! Thrift's compact protocol, in which Parquet describes its files and pages.
+//! Thrift's compact protocol, the format of Parquet's metadata.
 //!
 //! Source: Apache Thrift, `doc/specs/thrift-compact-protocol.md`. Nothing is allocated here, so
-//! lengths that lie cost nothing.
+//! false lengths cost nothing.
 
 use super::Read;
 
-/// A reader of fields, which may be of any kind and are read or passed over by whoever knows them.
+/// A reader of fields of any kind; the caller reads or skips each field.
 #[derive(Clone, Copy, Debug)]
 pub struct Thrift<'a> {
     bytes: &'a [u8],
 }
 
-/// The type of a field or element, with its value where the type says that.
+/// The type of a field or element, with its value if the type encodes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Bool(bool),
     Byte,
-    /// Integers of 16, 32 and 64 bits are written alike.
+    /// Integers of 16, 32 and 64 bits have the same encoding.
     Int,
     Double,
     Binary,
@@ -25,7 +25,7 @@ pub enum Kind {
     Struct,
 }
 
-/// The message where bytes run out: more of them may help.
+/// The message if the bytes end too early; more bytes may help.
 pub const ENDS: &str = "it ends too early";
 /// Structures within structures; Parquet's have fewer than 10.
 const DEEPEST: u32 = 32;
@@ -35,7 +35,7 @@ impl<'a> Thrift<'a> {
         Self { bytes }
     }
 
-    /// Bytes that were not read.
+    /// Bytes that are not yet read.
     pub fn left(&self) -> usize {
         self.bytes.len()
     }
@@ -75,7 +75,7 @@ impl<'a> Thrift<'a> {
         Ok(taken)
     }
 
-    /// Hands every field of a structure to `f`, which reads it or answers that it did not.
+    /// Passes every field of a structure to `f`, which reads it or returns that it did not.
     pub fn structure(&mut self, f: &mut dyn FnMut(i64, Kind, &mut Self) -> Read<bool>) -> Read<()> {
         self.fields(0, f)
     }
@@ -142,7 +142,7 @@ impl<'a> Thrift<'a> {
         }
     }
 
-    /// As [`Self::skip`]; but in lists and maps a truth value is a byte.
+    /// As [`Self::skip`], but in lists and maps a boolean is a byte.
     fn skip_element(&mut self, what: Kind, depth: u32) -> Read<()> {
         match what {
             Kind::Bool(_) => self.byte().map(drop),
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn fields_are_handed_out_and_others_passed_over() {
-        // 1: int −3; 2: list of two truth values; 4: binary "ab"; 40: struct { 1: map {1: 2} }; 41:
+        // 1: int −3; 2: list of two booleans; 4: binary "ab"; 40: struct { 1: map {1: 2} }; 41:
         // true
         let bytes = [
             0x15, 5, 0x19, 0x21, 1, 2, 0x28, 2, b'a', b'b', 0x0c, 80, 0x1b, 1, 0x55, 2, 4, 0, 0x11,

@@ -1,0 +1,4 @@
+//! Pictures as SVG: of a schedule for `megatron timeline`, and those of the book.
+
+pub mod svg;
+pub mod timeline;
