@@ -10,8 +10,9 @@ use megatron::checkpoint::{Chunk, Manifest};
 use megatron::comm::threads;
 use megatron::config::{ModelConfig, ParallelConfig, RunConfig, TrainingConfig};
 use megatron::data::SampleSource;
-use megatron::data_parallel::shard;
-use megatron::params::{ParamsBuilder, PlacedParam, Placement, StateKind};
+use megatron::params::{
+    BucketLayout, BucketLimit, ParamsBuilder, PlacedParam, Placement, Replica, StateKind,
+};
 use megatron::train::{Ends, ModelBuilder, Sources, Trainer};
 use models::Gpt;
 
@@ -55,7 +56,7 @@ fn run() -> RunConfig {
         parallel: ParallelConfig {
             tensor_model_parallel_size: TP,
             data_parallel_size: DP,
-            use_distributed_optimizer: true,
+            zero_stage: 1,
             bucket_size: 1700,
             ..Default::default()
         },
@@ -65,12 +66,12 @@ fn run() -> RunConfig {
 }
 
 /// Where the run's parameters lie on every rank.
-fn placement(run: &RunConfig) -> Placement {
+fn layout(run: &RunConfig) -> BucketLayout {
     let mut params = ParamsBuilder::default();
     let ends = Ends { first: true, last: true };
     let model = Gpt::outline_of(run);
     model.chunk(ends, 0..run.model.num_layers, &mut params).unwrap();
-    params.place(run.parallel.bucket_size, DP, TP)
+    params.place(BucketLimit::Elements(run.parallel.bucket_size), DP, TP)
 }
 
 /// Elements of a file that hold a part of the parameter.
@@ -134,8 +135,8 @@ fn text(range: &Range<usize>) -> String {
 
 pub fn picture() -> String {
     let run = run();
-    let placement = placement(&run);
-    let param = placement.params.iter().find(|param| param.spec.name == NAME).unwrap();
+    let layout = layout(&run);
+    let param = layout.params.iter().find(|param| param.spec.name == NAME).unwrap();
     let stored = stored(&run);
     let title = "The way of a parameter into a checkpoint: tp 2 · dp 2 with ZeRO-1";
     let words = stored.iter().map(|Stored { rank, chunk, bytes }| {
@@ -145,9 +146,9 @@ pub fn picture() -> String {
     svg.heading((MARGIN, MARGIN + HEADING), title);
     svg.label((MARGIN, MARGIN + HEADING + 22.0), NAME);
     let y = cut(&mut svg, MARGIN + HEADING + 50.0, param);
-    let y = bucket(&mut svg, y + 26.0, &placement, param);
-    let y = shards(&mut svg, y + 26.0, &placement, param);
-    let y = files(&mut svg, y + 26.0, &placement, param, &stored);
+    let y = bucket(&mut svg, y + 26.0, &layout, param);
+    let y = shards(&mut svg, y + 26.0, &layout, param);
+    let y = files(&mut svg, y + 26.0, &layout, param, &stored);
     svg.finish(BUCKET + 2.0 * MARGIN, y + MARGIN)
 }
 
@@ -180,8 +181,8 @@ fn at(elements: usize, len: usize) -> f64 {
 }
 
 /// The bucket of a tp rank, with the parameter's place.
-fn bucket(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> f64 {
-    let (bucket, count) = (&placement.buckets[param.bucket], placement.buckets.len());
+fn bucket(svg: &mut Svg, y: f64, layout: &BucketLayout, param: &PlacedParam) -> f64 {
+    let (bucket, count) = (&layout.buckets[param.bucket], layout.buckets.len());
     let says = format!(
         "2. Its place on a rank of tp 0: elements {1} of {2} in bucket {0} of {count} (white: padding)",
         param.bucket,
@@ -191,7 +192,7 @@ fn bucket(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> 
     svg.label((MARGIN, y), &says);
     let top = y + 10.0;
     svg.rect(Box(MARGIN, top, BUCKET, ROW), Colour::WHITE);
-    for other in placement.params.iter().filter(|other| other.bucket == param.bucket) {
+    for other in layout.params.iter().filter(|other| other.bucket == param.bucket) {
         let is_it = other.spec.name == NAME;
         let name = other.spec.name.rsplit("layers.").next().unwrap_or_default();
         let short = name.split_once('.').map_or(name, |(_, rest)| rest);
@@ -204,12 +205,12 @@ fn bucket(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> 
 }
 
 /// The same bucket cut over dp.
-fn shards(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> f64 {
-    let len = placement.buckets[param.bucket].len;
+fn shards(svg: &mut Svg, y: f64, layout: &BucketLayout, param: &PlacedParam) -> f64 {
+    let len = layout.buckets[param.bucket].len;
     svg.label((MARGIN, y), "3. ZeRO-1 cuts the bucket over dp: each rank steps its part");
     let top = y + 10.0;
     for dp in 0..DP {
-        let part = shard(len, dp, DP);
+        let part = Replica::new(dp, DP, 1).range(len, Placement::Sharded);
         let place = Box(MARGIN + at(part.start, len), top, at(part.len(), len), ROW);
         svg.rect(place, Colour::PALE);
         let held = param.offset.max(part.start)..(param.offset + param.numel).min(part.end);
@@ -228,7 +229,7 @@ fn shards(svg: &mut Svg, y: f64, placement: &Placement, param: &PlacedParam) -> 
 fn files(
     svg: &mut Svg,
     y: f64,
-    placement: &Placement,
+    layout: &BucketLayout,
     param: &PlacedParam,
     stored: &[Stored],
 ) -> f64 {
@@ -244,7 +245,8 @@ fn files(
     for Stored { rank, chunk, bytes } in stored {
         let (tp, dp) = (rank % TP, rank / TP);
         // What is stored is what ZeRO-1 gives the rank.
-        let part = shard(placement.buckets[param.bucket].len, dp, DP);
+        let part =
+            Replica::new(dp, DP, 1).range(layout.buckets[param.bucket].len, Placement::Sharded);
         let held = param.offset.max(part.start)..(param.offset + param.numel).min(part.end);
         assert_eq!(chunk.flat, held.start - param.offset..held.end - param.offset);
         svg.rect(Box(MARGIN, y, 14.0, 14.0), colour(tp, dp));
