@@ -97,8 +97,8 @@ pub struct LayoutFlags {
     pub use_distributed_optimizer: bool,
     /// Stage of ZeRO. Replicas shard nothing (0), optimizer state (1), also gradients (2), also
     /// weights (3, as FSDP does) [default: 0]
-    #[arg(long, value_name = "0|1|2|3", value_parser = clap::value_parser!(u8).range(..=3))]
-    pub zero_stage: Option<u8>,
+    #[arg(long, value_name = "0|1|2|3", value_parser = clap::value_parser!(u64).range(..=3))]
+    pub zero_stage: Option<u64>,
     /// Stage of ZeRO by Megatron-LM's names, which mean 0, 1, 2 and 3 in this order
     #[arg(long, value_name = "KIND", value_parser = PossibleValuesParser::new(STRATEGIES))]
     pub data_parallel_sharding_strategy: Option<String>,
