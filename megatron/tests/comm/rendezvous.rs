@@ -486,7 +486,7 @@ fn a_folder_that_others_can_write_into_is_no_place_to_meet() {
     std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o777)).unwrap();
     let Err(Error::Config(message)) = FileStore::open(&dir).map(drop) else { panic!() };
     assert!(
-        message.contains("can be written into by every user") && message.contains("another folder"),
+        message.contains("is writable by every user") && message.contains("another folder"),
         "{message}"
     );
 }

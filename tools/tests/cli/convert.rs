@@ -549,7 +549,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let said = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(
-        said.contains("note: no --tokenizer is given: imported/tokenizer.json is taken"),
+        said.contains("note: --tokenizer is not given: imported/tokenizer.json is used"),
         "{said}"
     );
     assert_eq!(evaluated("tuned"), evaluated("literal"));
@@ -557,7 +557,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let output = run("eval --load tuned --cache-dir cache");
     assert!(
         output.status.success()
-            && stderr(&output).contains("that of training is taken, special.txt")
+            && stderr(&output).contains("the training data are used: special.txt")
     );
     let output = run("eval --load hf-literal --cache-dir cache");
     assert!(

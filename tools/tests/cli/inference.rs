@@ -61,7 +61,7 @@ fn generation_says_how_fast_it_was_beside_its_text() {
         let (said, new) = (stderr(&output), 7 * prompts.len());
         assert!(output.status.success() && said.contains(&format!("s, {new} more in ")), "{said}");
         assert!(
-            said.contains(" tokens of prompts in ") && said.trim_end().ends_with(" a second"),
+            said.contains(" tokens in prompts read in ") && said.trim_end().ends_with(" a second"),
             "{said}"
         );
     }

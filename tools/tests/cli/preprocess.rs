@@ -147,7 +147,7 @@ fn a_vocabulary_is_trained_used_and_trained_with() {
         &[&model[..], &sizes[..], &data[..], &ends[..], &evaluated[..]].concat(),
     );
     assert!(
-        ok && said.contains("nothing is evaluated on valid data: there x_text_document"),
+        ok && said.contains("nothing is evaluated on valid data: the part of x_text_document"),
         "{said}"
     );
 }
@@ -190,7 +190,7 @@ fn text_of_any_name_and_folders_are_read_as_training_reads_them() {
             .contains("tokenizer.json has no \"<|new|>\", but the file beside it names this token as eos_token"),
         "{said}"
     );
-    assert!(said.contains("note: tokenizer.json has not the special tokens \"<|new|>\""), "{said}");
+    assert!(said.contains("note: tokenizer.json lacks the special tokens \"<|new|>\""), "{said}");
 }
 
 #[test]

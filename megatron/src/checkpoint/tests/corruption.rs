@@ -84,7 +84,7 @@ fn others_beside_a_damaged_one_are_named() {
     fs::remove_file(saved.shard()).unwrap();
     let message = Manifest::read(&saved.path).unwrap_err().to_string();
     let beside = |iteration| dir.join(format!("iter_000000{iteration}")).display().to_string();
-    assert!(message.ends_with(&format!("such as {} or {}", beside(9), beside(8))), "{message}");
+    assert!(message.ends_with(&format!("for example {} or {}", beside(9), beside(8))), "{message}");
 }
 
 #[test]
