@@ -386,7 +386,7 @@ fn a_rank_of_another_secret_is_told_and_takes_no_place_of_those_that_have_one() 
             });
         }
         let reversed = match told {
-            told if told.contains("another") => told.to_string(),
+            told if told.contains("differs") => told.to_string(),
             told if told.contains(" no ") => {
                 "it has a MEGATRON_RUN_SECRET, but this process has none".into()
             }
