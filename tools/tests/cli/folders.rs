@@ -264,7 +264,7 @@ fn another_tokenizer_is_not_replaced_where_there_are_no_checkpoints_yet() {
     site.write("saved/tokenizer.json", FOREIGN);
     let flags = ["--save=saved", "--train-iters=1", "--tokenizer=train:300"];
     let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
-    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    refused(&run, &["saved/tokenizer.json", "this run's tokenizer", "save elsewhere"]);
     assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), FOREIGN);
     fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
     pretrain(&site, &flags);
@@ -283,7 +283,7 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
     assert!(output.status.success(), "{}", stderr(&output));
     let flags = ["--save=saved", "--load=saved", "--train-iters=2", "--tokenizer=other.json"];
     let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
-    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    refused(&run, &["saved/tokenizer.json", "this run's tokenizer", "save elsewhere"]);
     assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), theirs);
     let log = pretrain(
         &site,

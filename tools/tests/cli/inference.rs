@@ -175,7 +175,7 @@ fn what_cannot_be_used_is_named() {
         ),
         (
             vec!["eval", "--load=saved", "--data-path=text.txt", "--context-parallel-size=4"],
-            "query groups, 2",
+            "2 query groups",
         ),
     ] {
         let message = refused(&site, &words);

@@ -110,7 +110,12 @@ fn a_flipped_bit_of_data_is_named_with_file_tensor_and_checksums() {
     let last = bytes.len() - 1;
     bytes[last] ^= 0x10;
     fs::write(saved.shard(), bytes).unwrap();
-    saved.check_refused(&["rank_00000.safetensors", "tensor \"", "checksum", "the manifest records"]);
+    saved.check_refused(&[
+        "rank_00000.safetensors",
+        "tensor \"",
+        "checksum",
+        "the manifest records",
+    ]);
 }
 
 #[test]
