@@ -218,7 +218,7 @@ mod tests {
             read(Path::new("/proc/self/status"), 10)
                 .unwrap_err()
                 .to_string()
-                .contains("10 at most")
+                .contains("at most 10")
         );
         assert!(read_text(Path::new("/proc/self/status"), 1 << 20).unwrap().contains("VmRSS"));
     }

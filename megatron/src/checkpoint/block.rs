@@ -329,9 +329,9 @@ mod tests {
     #[test]
     fn parts_outside_the_tensor_are_misfits_even_where_sums_overflow() {
         assert_eq!(misfit(&[4, 3], &[1, 0], &[3, 3], &(2..9)), None);
-        assert!(misfit(&[4, 3], &[2, 0], &[3, 3], &(0..9)).unwrap().contains("leaves"));
-        assert!(misfit(&[4, 3], &[usize::MAX, 0], &[2, 3], &(0..6)).unwrap().contains("leaves"));
-        assert!(misfit(&[4, 3], &[0], &[4], &(0..4)).unwrap().contains("rank"));
+        assert!(misfit(&[4, 3], &[2, 0], &[3, 3], &(0..9)).unwrap().contains("exceeds"));
+        assert!(misfit(&[4, 3], &[usize::MAX, 0], &[2, 3], &(0..6)).unwrap().contains("exceeds"));
+        assert!(misfit(&[4, 3], &[0], &[4], &(0..4)).unwrap().contains("number of dimensions"));
         assert!(misfit(&[4, 3], &[0, 0], &[4, 3], &(0..13)).unwrap().contains("0..13"));
         let backwards = Range { start: 5, end: 2 };
         assert!(misfit(&[4, 3], &[0, 0], &[4, 3], &backwards).is_some());

@@ -343,7 +343,10 @@ mod tests {
         assert_eq!(fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
         let message = opened().unwrap_err().to_string();
-        assert!(message.contains("can be written into by every user: `chmod go-w "), "{message}");
+        assert!(
+            message.contains("is writable by every user: fix this with `chmod go-w "),
+            "{message}"
+        );
         assert!(message.contains("or give another folder (cache_dir)"), "{message}");
         // Also through a link, and if only the lock file could be prepared by others.
         fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();

@@ -166,7 +166,7 @@ mod tests {
         let refused = agree([nvme("/disk0"), OptimizerOffload::None]).unwrap_err().to_string();
         assert!(
             refused.contains(
-                "not started alike: optimizer.offload is null on rank 0 and \"none\" on rank 1"
+                "started differently: optimizer.offload is null on rank 0 and \"none\" on rank 1"
             ),
             "{refused}"
         );

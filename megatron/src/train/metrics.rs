@@ -441,7 +441,7 @@ mod tests {
             for resumed in [0, 1] {
                 let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();
                 assert!(
-                    error.contains("metrics.jsonl is what another run writes at this moment"),
+                    error.contains("metrics.jsonl is in use: another run is writing to it"),
                     "{error}"
                 );
             }
@@ -468,7 +468,7 @@ mod tests {
             std::fs::write(&path, text).unwrap();
             for resumed in [0, 4] {
                 let error = MetricsWriter::open(&path, resumed).unwrap_err().to_string();
-                assert!(error.contains("corpus.txt is a file of something else"), "{error}");
+                assert!(error.contains("corpus.txt is a file with other content"), "{error}");
             }
             assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
         }

@@ -150,7 +150,7 @@ mod tests {
             "linear: no memory on the GPU for 1073741824 bytes (a tensor [4096, 65536] of F32)",
             "0.50 GiB of 8.00 GiB are free, tensors of this process hold 5.00 GiB, its pool keeps 1.00 GiB more",
             "Held by: weights 1.00 GiB, main gradients 2.00 GiB, activations and results of operations 2.00 GiB",
-            "--use-distributed-optimizer (cuts the optimizer's state over dp = 2)",
+            "--use-distributed-optimizer (shards the optimizer state over dp = 2)",
             "--sequence-parallel",
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",

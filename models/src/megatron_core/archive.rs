@@ -253,14 +253,14 @@ mod tests {
         assert_eq!((tensor.bytes.len(), tensor.offset, tensor.strides), (24, 0, vec![0, 3, 1]));
         ask("FloatStorage", [1, 2], 24, &[2, 3]).unwrap();
         for (what, why) in [
-            (ask("FloatStorage", [3, 1], 24, &[3, 2]), "shape [2, 3], where .metadata says [3, 2]"),
+            (ask("FloatStorage", [3, 1], 24, &[3, 2]), "shape [2, 3], but .metadata says [3, 2]"),
             (ask("FloatStorage", [3, 1], 24, &[2, 2, 3]), "shape [2, 3]"),
             (ask("FloatStorage", [3, 1], 24, &[3]), "shape [2, 3]"),
             (ask("HalfStorage", [3, 1], 12, &[2, 3]), "holds a tensor of"),
             (ask("LongStorage", [3, 1], 48, &[2, 3]), "does not hold a tensor"),
             (ask("FloatStorage", [4, 1], 24, &[2, 3]), "do not match its tensor"),
             (ask("FloatStorage", [3, 1], 20, &[2, 3]), "do not match its tensor"),
-            (ask("FloatStorage", [3, 1], 28, &[2, 3]), "24 at most"),
+            (ask("FloatStorage", [3, 1], 28, &[2, 3]), "at most 24"),
         ] {
             let message = what.err().unwrap_or_default();
             assert!(message.contains(why), "{why}: {message}");

@@ -100,7 +100,7 @@ fn it_is_refused_where_it_changes_nothing_or_takes_the_memory_that_is_to_be_save
     for (flags, parts) in [
         (
             &["--save=saved"][..],
-            &["async_save = true (--async-save) changes nothing", "set save_interval"][..],
+            &["async_save = true (--async-save) has no effect", "set save_interval"][..],
         ),
         (
             &["--save=saved", "--save-interval=1", "--offload-optimizer-nvme-path=offload"],

@@ -240,7 +240,7 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
     for (flag, instead) in [
         ("--batch-size=4", "--batch-size 4: use --micro-batch-size and --global-batch-size"),
         ("--offload-param=cpu", "--optimizer-cpu-offload"),
-        ("--deepspeed", "--deepspeed: DeepSpeed's settings have flags here"),
+        ("--deepspeed", "--deepspeed: use this program's flags for DeepSpeed's settings"),
     ] {
         let output = megatron().args(["pretrain", flag]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{flag}");

@@ -217,7 +217,7 @@ fn another_run_starts_from_the_weights_alone_and_saves_elsewhere() {
     refused(&own, &["already exists and this run would overwrite it"]);
     refused(
         &site.pretrain(&["--load=none", "--finetune"]).output().unwrap(),
-        &["--finetune and --no-load-optim start from a checkpoint, and none holds none"],
+        &["--finetune and --no-load-optim start from a checkpoint, but none holds none"],
     );
     refused(
         &site.pretrain(&["--finetune"]).output().unwrap(),

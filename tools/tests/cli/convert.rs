@@ -141,7 +141,7 @@ fn a_models_folder_is_no_place_for_checkpoints() {
         let message = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{message}");
         assert!(
-            message.contains("folder of a Hugging Face model") && message.contains("name another"),
+            message.contains("folder of a Hugging Face model") && message.contains("give another"),
             "{message}"
         );
     }
@@ -262,7 +262,7 @@ fn training_goes_on_from_a_checkpoint_of_megatron_lm_with_megatrons_loss() {
     let message = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
     for part in [
-        "Megatron-LM, of iteration 5,",
+        "Megatron-LM model of iteration 5",
         "imported/iter_0000000",
         "101 tokens, as the checkpoint records",
         "optimizer",
@@ -549,7 +549,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let said = stdout(&output);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(
-        said.contains("note: no --tokenizer is given: imported/tokenizer.json is taken"),
+        said.contains("note: --tokenizer is not given: imported/tokenizer.json is used"),
         "{said}"
     );
     assert_eq!(evaluated("tuned"), evaluated("literal"));
@@ -557,7 +557,7 @@ fn a_tokenizers_folder_goes_along_into_checkpoints_and_exports() {
     let output = run("eval --load tuned --cache-dir cache");
     assert!(
         output.status.success()
-            && stderr(&output).contains("that of training is taken, special.txt")
+            && stderr(&output).contains("the training data are used: special.txt")
     );
     let output = run("eval --load hf-literal --cache-dir cache");
     assert!(

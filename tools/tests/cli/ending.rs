@@ -121,7 +121,7 @@ fn old_checkpoints_are_removed_once_a_newer_one_is_complete() {
     for (flags, part) in [
         (
             &["--most-recent-k=2"][..],
-            "most_recent_k = 2 (--most-recent-k) keeps checkpoints, and none are saved",
+            "most_recent_k = 2 (--most-recent-k) has no effect: no checkpoints are saved",
         ),
         (
             &["--most-recent-k=-2", "--save=saved"],
@@ -157,7 +157,10 @@ fn without_training_a_checkpoint_is_evaluated_and_nothing_else_changes() {
     fs::write(&metrics, &before[&metrics]).unwrap();
     site.assert_unchanged(&before);
     for (flags, part) in [
-        (&["--skip-train", "--eval-iters=0"][..], "eval_iters = 0 (--eval-iters) turns that off"),
+        (
+            &["--skip-train", "--eval-iters=0"][..],
+            "eval_iters = 0 (--eval-iters) turns evaluation off",
+        ),
         (&["--skip-train", "--split=1,0,0"], "there are no validation or test data"),
     ] {
         refused(&site.pretrain(flags).output().unwrap(), &[part]);

@@ -116,14 +116,14 @@ fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     let resume = ["--load=saved", "--save=saved", "--train-iters=4"];
     let advice = [
         "of the optimizer adam",
-        "this run's is sgd",
+        "this run uses sgd",
         "--optimizer adam",
         "--no-load-optim",
         "--finetune",
     ];
     pretrain_refused(&site, &[&resume[..], &["--optimizer=sgd"]].concat(), &advice);
     pretrain(&site, &["--save=momentum", "--train-iters=1", "--optimizer=sgd"]);
-    pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run's is adam"]);
+    pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run uses adam"]);
     for flags in [
         &["--save"][..],
         &["--save=elsewhere", "--offload-optimizer-nvme-path"],
@@ -185,7 +185,7 @@ fn metrics_of_a_run_that_goes_on_are_not_taken() {
     let run = site.pretrain(&[&ALONE[..], &["--train-iters=1000000"]].concat()).spawn().unwrap();
     site.wait_for_step(3);
     let second = site.pretrain(&[&ALONE[..], &["--train-iters=2"]].concat()).output().unwrap();
-    refused(&second, &["metrics = metrics.jsonl is what another run writes at this moment"]);
+    refused(&second, &["metrics = metrics.jsonl is in use: another run is writing to it"]);
     site.wait_for_step(site.last_step() + 3);
     kill(run.id(), "TERM");
     ended(vec![run], SOON);
@@ -264,7 +264,7 @@ fn another_tokenizer_is_not_replaced_where_there_are_no_checkpoints_yet() {
     site.write("saved/tokenizer.json", FOREIGN);
     let flags = ["--save=saved", "--train-iters=1", "--tokenizer=train:300"];
     let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
-    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    refused(&run, &["saved/tokenizer.json", "this run's tokenizer", "save elsewhere"]);
     assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), FOREIGN);
     fs::remove_file(site.path("saved/tokenizer.json")).unwrap();
     pretrain(&site, &flags);
@@ -283,7 +283,7 @@ fn the_tokenizer_of_checkpoints_is_not_replaced_by_a_run_that_goes_on_with_anoth
     assert!(output.status.success(), "{}", stderr(&output));
     let flags = ["--save=saved", "--load=saved", "--train-iters=2", "--tokenizer=other.json"];
     let run = site.pretrain(&[&ALONE[..], &flags].concat()).output().unwrap();
-    refused(&run, &["saved/tokenizer.json", "another tokenizer", "save elsewhere"]);
+    refused(&run, &["saved/tokenizer.json", "this run's tokenizer", "save elsewhere"]);
     assert_eq!(fs::read_to_string(site.path("saved/tokenizer.json")).unwrap(), theirs);
     let log = pretrain(
         &site,
@@ -399,8 +399,5 @@ fn without_a_home_the_cache_is_in_a_folder_of_this_user_alone() {
     assert_eq!(fs::metadata(cache).unwrap().permissions().mode() & 0o777, 0o700);
     // As another user could have prepared it.
     fs::set_permissions(cache, fs::Permissions::from_mode(0o777)).unwrap();
-    refused(
-        &run(),
-        &["cannot be the cache folder", "can be written into by every user", "cache_dir"],
-    );
+    refused(&run(), &["cannot be the cache folder", "is writable by every user", "cache_dir"]);
 }

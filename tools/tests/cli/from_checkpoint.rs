@@ -43,7 +43,7 @@ fn a_run_goes_on_as_its_run_file_would_have_it() {
     let log = succeed(&site, &["--load=saved"]);
     assert!(
         log.contains(
-            "settings that are not given are those of saved/iter_0000002; checkpoints go to saved"
+            "settings that are not given come from saved/iter_0000002; checkpoints go to saved"
         ),
         "{log}"
     );
@@ -121,13 +121,13 @@ fn what_is_missing_is_named() {
     let text = fs::read(site.path("text.txt")).unwrap();
     fs::remove_file(site.path("text.txt")).unwrap();
     let parts =
-        ["text.txt: does not exist", "That is what saved/iter_0000002 records", "--data-path"];
+        ["text.txt: does not exist", "This path is recorded in saved/iter_0000002", "--data-path"];
     refused(&pretrain(&site, &["--load=saved"]).output().unwrap(), &parts);
     fs::write(site.path("text.txt"), text).unwrap();
     // A given tokenizer, in any flags, overrides the recorded one.
     let other = ["--load=saved", "--vocab-file=other.json", "--merge-file=other.txt"];
     refused(&pretrain(&site, &other).output().unwrap(), &["other.json"]);
-    let none = ["not set: num_layers", "none holds no checkpoint that would tell them"];
+    let none = ["not set: num_layers", "none holds no checkpoint to take them from"];
     refused(&pretrain(&site, &["--load=none"]).output().unwrap(), &none);
     refused(
         &pretrain(&site, &["--use-checkpoint-args"]).output().unwrap(),
@@ -136,7 +136,7 @@ fn what_is_missing_is_named() {
     fs::write(site.path("part.toml"), "[model]\nnum_layers = 4\n").unwrap();
     refused(
         &pretrain(&site, &["part.toml", "--load=saved"]).output().unwrap(),
-        &["not set: hidden_size", "with --use-checkpoint-args the checkpoint in saved tells them"],
+        &["not set: hidden_size", "--use-checkpoint-args takes them from the checkpoint in saved"],
     );
 }
 

@@ -294,7 +294,7 @@ fn a_host_that_cannot_start_its_ranks_is_named_with_what_to_do() {
         &output,
         &[
             "ssh to host down failed or lost its connection: ssh: connect to host down port 22: No route",
-            "down true` has to work",
+            "down true` must work",
         ],
     );
     fs::remove_file(machines.path().join("ssh")).unwrap();
@@ -361,7 +361,11 @@ fn hosts_that_cannot_be_used_are_refused() {
         (TWO, &["--exclude=h0:2"], &["h0 has no slot `2`"]),
         (TWO, &["--include=h0", "--exclude=h1"], &["--exclude", "cannot be used with"]),
         (TWO, &["--nnodes=2"], &["--nnodes", "cannot be used with"]),
-        ("localhost slots=1\nh1 slots=1\n", &[], &["localhost is every machine to itself"]),
+        (
+            "localhost slots=1\nh1 slots=1\n",
+            &[],
+            &["localhost means a different machine on each host"],
+        ),
         (TWO, &["--num_gpus=2"], &["use --nproc-per-node, or --include"]),
         (TWO, &["--launcher_args=x"], &["use --ssh-args"]),
     ] {

@@ -61,7 +61,7 @@ fn generation_says_how_fast_it_was_beside_its_text() {
         let (said, new) = (stderr(&output), 7 * prompts.len());
         assert!(output.status.success() && said.contains(&format!("s, {new} more in ")), "{said}");
         assert!(
-            said.contains(" tokens of prompts in ") && said.trim_end().ends_with(" a second"),
+            said.contains(" tokens in prompts read in ") && said.trim_end().ends_with(" a second"),
             "{said}"
         );
     }
@@ -175,7 +175,7 @@ fn what_cannot_be_used_is_named() {
         ),
         (
             vec!["eval", "--load=saved", "--data-path=text.txt", "--context-parallel-size=4"],
-            "query groups, 2",
+            "2 query groups",
         ),
     ] {
         let message = refused(&site, &words);

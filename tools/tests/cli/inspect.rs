@@ -34,7 +34,7 @@ fn a_checkpoint_is_described_and_one_that_is_damaged_is_named() {
         "6 samples, 3 updates",
         "written by  tp 2 · pp 1 · dp 1",
         "fits        tp 1, 2, 4 · cp where tp · cp divides 4 · pp 1 to 4 · any dp",
-        "whole       yes: every element is there once, and the checksums of all",
+        "whole       yes: every element is present once, and the checksums of all",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
@@ -253,7 +253,7 @@ fn hostile_hugging_face_files_are_refused_by_name() {
         contents[at..at + 8].copy_from_slice(&bytes);
         fs::write(&file, contents).unwrap();
         let text = refused(folder.path(), &["."]);
-        assert!(text.contains("a.safetensors: not a whole safetensors file"), "{text}");
+        assert!(text.contains("a.safetensors: not a complete safetensors file"), "{text}");
     }
 }
 

@@ -139,8 +139,10 @@ fn lines_train_and_say_once_what_they_pass_over() {
         let saved =
             std::fs::read_to_string(site.path("saved/latest_checkpointed_iteration.txt")).unwrap();
         assert_eq!(saved.trim(), "2", "{name}: {text}");
-        let notes: Vec<&str> =
-            text.lines().filter(|line| line.contains("have no effect here: ")).collect();
+        let notes: Vec<&str> = text
+            .lines()
+            .filter(|line| line.contains("of Megatron-LM have no effect here: "))
+            .collect();
         assert!(
             matches!(notes.as_slice(), [note] if note.contains("--use-mcore-models")),
             "{name}: {text}"

@@ -283,7 +283,7 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
     for (flags, note) in [
         (
             &["--eval-interval=2", "--eval-iters=0"][..],
-            Some("--eval-interval 2 evaluates nothing: --eval-iters is 0"),
+            Some("--eval-interval 2 has no effect: --eval-iters is 0"),
         ),
         (
             &["--eval-interval=2", "--split=1,0,0"],
@@ -304,11 +304,11 @@ fn what_was_asked_for_and_does_not_happen_is_said_in_one_line() {
         ),
         (
             &["--tensor-model-parallel-size=1", "--sequence-parallel"],
-            Some("without effect here: sequence_parallel ("),
+            Some("no effect here: sequence_parallel ("),
         ),
         (
             &["--iterations-to-skip", "2", "99", "101"],
-            Some("without effect here: iterations_to_skip 99 101 (the run ends after step "),
+            Some("no effect here: iterations_to_skip 99 101 (the run ends after step "),
         ),
     ] {
         let folder = folder();
@@ -472,6 +472,6 @@ fn made_up_data_are_the_same_on_every_layout() {
     let folder = folder();
     let both = pretrain(folder.path(), &["--mock-data", "--data-path=text.txt"]).output().unwrap();
     assert!(both.status.success(), "{}", stderr(&both));
-    let note = "note: mock_data = true (--mock-data) makes data up; data_path is not read";
+    let note = "note: mock_data = true (--mock-data) generates data; data_path is not read";
     assert!(stdout(&both).contains(note), "{}", stdout(&both));
 }

@@ -73,11 +73,11 @@ fn every_change_that_matters_is_noted_once_with_both_values() {
         (&["--weight-decay=0.5"], &["weight_decay is 0.5 here and 0.01 in the checkpoint"]),
         (
             &["--split=50,50,0"],
-            &["split is 50,50,0 here and 969,30,1 in the checkpoint: text that was trained on"],
+            &["split is 50,50,0 here and 969,30,1 in the checkpoint: text used for training"],
         ),
         (
             &["--seed=7"],
-            &["seed is 7 here and 1234 in the checkpoint: samples come in another order"],
+            &["seed is 7 here and 1234 in the checkpoint: samples are read in another order"],
         ),
         (
             &["--seq-length=8", "--max-position-embeddings=16", "--dataloader-type=sequential"],

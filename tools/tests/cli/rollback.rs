@@ -35,7 +35,7 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
             "resumed from saved/iter_0000004 (32 samples consumed)",
             "later steps than 4, where this run continues: 6 and 8. It leaves 6 and 8 as they are.",
             "8 is the latest until this run first saves, at step 5",
-            "with the steps that were made after it, it is metrics.jsonl.1 now",
+            "a copy with the later steps is metrics.jsonl.1",
         ] {
             assert!(log.contains(part), "no {part:?} in {log}");
         }
@@ -65,11 +65,15 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
 #[test]
 fn what_retention_will_remove_is_not_said_to_stay() {
     for (retention, said, left) in [
-        (&["--most-recent-k=2"][..], "As older ones, --most-recent-k removes 6 once", &[8, 10][..]),
+        (
+            &["--most-recent-k=2"][..],
+            "--most-recent-k removes 6 as older checkpoints once",
+            &[8, 10][..],
+        ),
         (&["--most-recent-k=3"], "It leaves 6 and 8 as they are.", &[6, 8, 10]),
         (
             &["--save-retain-interval=5"],
-            "As older ones, --save-retain-interval removes 6 and 8 once",
+            "--save-retain-interval removes 6 and 8 as older checkpoints once",
             &[5, 10],
         ),
         (

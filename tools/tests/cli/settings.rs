@@ -213,7 +213,7 @@ fn contradictions_are_refused() {
     let contradictions: [(&[&str], &str); 12] = [
         (
             &["--delay-wgrad-compute"],
-            "delay_wgrad_compute = true (--delay-wgrad-compute) changes nothing",
+            "delay_wgrad_compute = true (--delay-wgrad-compute) fills the time",
         ),
         (&["--pipeline-schedule=interleaved"], "num_layers_per_virtual_pipeline_stage"),
         (
@@ -349,9 +349,8 @@ fn cuda_graphs_are_refused_on_a_cpu_and_beside_what_they_cannot_repeat() {
     }
     refused(
         &pretrain("", "", &["--enable-cuda-graph", "--tensor-model-parallel-size=2"]),
-        &[
-            "tensor_model_parallel_size = 2 (--tensor-model-parallel-size) does not go with enable_cuda_graph = true (--enable-cuda-graph)",
-        ],
+        &["tensor_model_parallel_size = 2 (--tensor-model-parallel-size) cannot be combined with \
+             enable_cuda_graph = true (--enable-cuda-graph)"],
     );
 }
 

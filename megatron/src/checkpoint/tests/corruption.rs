@@ -84,7 +84,7 @@ fn others_beside_a_damaged_one_are_named() {
     fs::remove_file(saved.shard()).unwrap();
     let message = Manifest::read(&saved.path).unwrap_err().to_string();
     let beside = |iteration| dir.join(format!("iter_000000{iteration}")).display().to_string();
-    assert!(message.ends_with(&format!("such as {} or {}", beside(9), beside(8))), "{message}");
+    assert!(message.ends_with(&format!("for example {} or {}", beside(9), beside(8))), "{message}");
 }
 
 #[test]
@@ -110,7 +110,12 @@ fn a_flipped_bit_of_data_is_named_with_file_tensor_and_checksums() {
     let last = bytes.len() - 1;
     bytes[last] ^= 0x10;
     fs::write(saved.shard(), bytes).unwrap();
-    saved.check_refused(&["rank_00000.safetensors", "tensor \"", "checksum", "the manifest says"]);
+    saved.check_refused(&[
+        "rank_00000.safetensors",
+        "tensor \"",
+        "checksum",
+        "the manifest records",
+    ]);
 }
 
 #[test]

@@ -152,7 +152,7 @@ fn ranks_that_disagree_about_a_tensor_are_refused_on_every_rank() {
         };
         save(dir.path(), 20, &[shard], &serde_json::Value::Null, world)
     });
-    check_refused(dir.path(), results, "[8] to rank 0 and f32 [9] to rank 1");
+    check_refused(dir.path(), results, "[8] on rank 0, but f32 [9] on rank 1");
 }
 
 #[test]
@@ -272,7 +272,10 @@ fn a_checkpoint_of_another_architecture_is_refused_with_the_first_differences() 
         assert!(message.contains(part), "{message}");
     }
     let surplus = expected(&model[1..]).unwrap_err().to_string();
-    assert!(surplus.contains("it has embedding.weight (param), the model has not"), "{surplus}");
+    assert!(
+        surplus.contains("it has embedding.weight (param), which the model does not have"),
+        "{surplus}"
+    );
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn a_run_starts_afresh_only_where_there_is_no_checkpoint() {
 
     fs::remove_file(at(POINTER)).unwrap();
     let refusal = message(resumable(dir.path()).unwrap_err());
-    for part in ["20, 10", POINTER, "name the folder", "write its number"] {
+    for part in ["20, 10", POINTER, "give the folder", "write its number"] {
         assert!(refusal.contains(part), "{part}: {refusal}");
     }
     fs::remove_dir_all(at("iter_0000010")).unwrap();

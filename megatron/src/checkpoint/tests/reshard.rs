@@ -267,7 +267,7 @@ fn a_plan_that_is_not_the_checkpoints_is_refused_and_leaves_nothing() {
     let message = message(
         reshard(&source, &case.to(), &source.state, ranks, &[], &mut |_| true).unwrap_err(),
     );
-    assert!(message.contains("do not make a whole: layers.0.fused.weight"), "{message}");
+    assert!(message.contains("do not form a complete tensor: layers.0.fused.weight"), "{message}");
     assert!(names(&case.to()).is_empty());
 }
 

@@ -170,7 +170,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 (c.model.position_embedding, c.data.reset_position_ids) =
                     (PositionEmbedding::Alibi, true)
             },
-            "reset_position_ids = true changes nothing",
+            "reset_position_ids = true has no effect",
         ),
         (|c| c.model.attention_dropout = 1.0, "attention_dropout = 1 must be in [0, 1)"),
         (|c| c.model.norm_epsilon = f64::NAN, "norm_epsilon = NaN must be a finite number above 0"),
@@ -336,7 +336,7 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
             64,
             8,
             100,
-            "rampup_batch_size = 64 8 100 begins with 64 samples a step, which must be fewer than global_batch_size = 64",
+            "rampup_batch_size = 64 8 100 starts with 64 samples per step, which must be below global_batch_size = 64",
         ),
         (
             8,
@@ -358,12 +358,7 @@ fn batches_that_do_not_grow_evenly_or_do_not_fit_the_layout_are_refused() {
     let mut in_steps = growing(8, 8, 100);
     in_steps.training.train_samples = None;
     let message = in_steps.validate().unwrap_err().to_string();
-    assert!(
-        message.contains(
-            "give the run's length in samples, train_samples instead of train_iters = 10"
-        ),
-        "{message}"
-    );
+    assert!(message.contains("set train_samples instead of train_iters = 10"), "{message}");
     // Without an interleaved schedule, any number of microbatches is valid.
     let mut plain = growing(4, 4, 100);
     (plain.parallel.schedule, plain.parallel.virtual_pipeline_size) = (ScheduleKind::OneFOneB, 1);
@@ -395,7 +390,7 @@ fn a_graph_is_refused_where_it_would_repeat_what_differs() {
         let mut run = plain.clone();
         broken(&mut run);
         let message = run.validate().unwrap_err().to_string();
-        let expected = format!("{setting} does not go with enable_cuda_graph = true: ");
+        let expected = format!("{setting} cannot be combined with enable_cuda_graph = true: ");
         assert!(message.contains(&expected), "no {expected:?} in {message}");
         run.training.enable_cuda_graph = false;
         run.validate().unwrap();

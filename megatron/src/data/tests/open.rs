@@ -220,7 +220,7 @@ fn a_part_that_gets_too_little_is_told_with_why() {
         // The message names the user's path, not the cached dataset.
         let message = of(&whole, "0,1").err().unwrap().to_string();
         assert!(message.contains("whole.txt: the train split has 0 tokens"), "{message}");
-        assert!(message.contains("there is 1: all of it goes to valid"), "{message}");
+        assert!(message.contains("there is only 1: all of it goes to valid"), "{message}");
     }
 }
 

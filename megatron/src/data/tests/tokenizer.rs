@@ -286,10 +286,10 @@ fn what_is_said_beside_it_and_is_not_so_is_told() {
             r#"{"pad_token": "<p>", "additional_special_tokens": ["<q>", "b"]}"#,
             Some("tokens \"<p>\", \"<q>\" that"),
         ),
-        (r#"{"add_prefix_space": true}"#, Some("add_prefix_space true and")),
-        (r#"{"do_lower_case": false}"#, Some("do_lower_case false and")),
-        (r#"{"strip_accents": false}"#, Some("strip_accents false and")),
-        (r#"{"tokenize_chinese_chars": false}"#, Some("tokenize_chinese_chars false and")),
+        (r#"{"add_prefix_space": true}"#, Some("add_prefix_space to true, but")),
+        (r#"{"do_lower_case": false}"#, Some("do_lower_case to false, but")),
+        (r#"{"strip_accents": false}"#, Some("strip_accents to false, but")),
+        (r#"{"tokenize_chinese_chars": false}"#, Some("tokenize_chinese_chars to false, but")),
     ] {
         let folder = tempfile::tempdir().unwrap();
         write(folder.path(), "tokenizer.json", &words);
@@ -403,7 +403,7 @@ fn gpt2s_two_files_are_its_tokenizer() {
         (
             &folder.path().join("none.json"),
             Some(&merges),
-            "none.json: does not exist; name GPT-2's vocab.json",
+            "none.json: does not exist; give GPT-2's vocab.json",
         ),
         (&vocab, Some(&folder.path().join("none.txt")), "none.txt: does not exist"),
         (&vocab, None, "is a vocabulary without its merges"),

@@ -149,8 +149,8 @@ fn a_deadlock_names_the_stuck_stages_and_their_actions() {
     schedule.stages[0].push(send);
     assert_eq!(
         refusal(&schedule),
-        "the schedule deadlocks: stage 0 at action 2 (backward of microbatch 0, chunk 0), stage 1 at action 1 (forward of \
-         microbatch 0, chunk 0) wait for ever"
+        "the schedule deadlocks: stage 0 at action 2 (backward of microbatch 0, chunk 0), stage 1 \
+         at action 1 (forward of microbatch 0, chunk 0) wait forever"
     );
 }
 
@@ -255,5 +255,5 @@ fn a_pass_before_its_input_is_received_is_rejected() {
 fn microbatches_and_chunks_that_do_not_exist_are_rejected() {
     let mut schedule = gpipe(1, 1).unwrap();
     schedule.stages[0].push(Action::Forward { microbatch: 1, chunk: 0 });
-    assert!(refusal(&schedule).contains("outside of 1 microbatches"));
+    assert!(refusal(&schedule).contains("outside 1 microbatches"));
 }

@@ -292,7 +292,7 @@ fn fields_that_change_no_result_are_passed_over_and_those_of_other_programs_are_
     ];
     for (field, value) in theirs {
         let note = noted(with(plain.clone(), field, value)).unwrap();
-        assert_eq!(note, format!("config.json sets what changes no result here: {field}"));
+        assert_eq!(note, format!("config.json has settings that change no result here: {field}"));
     }
     let idle =
         json!({"quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": false});

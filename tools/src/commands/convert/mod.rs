@@ -69,8 +69,7 @@ fn from_megatron(args: &ImportArgs, progress: impl FnMut(u64, u64)) -> Result<Ve
         args.vocab_size.map(|size| size as usize),
         progress,
     )?;
-    let at =
-        done.iteration.map_or(String::new(), |iteration| format!(", of iteration {iteration},"));
+    let at = done.iteration.map_or(String::new(), |iteration| format!(" of iteration {iteration}"));
     let (millions, path) = (done.elements as f64 / 1e6, done.path.display());
     let vocabulary = match done.vocabulary {
         Vocabulary::Given(size) => format!("its vocabulary: {size} tokens (--vocab-size)"),
