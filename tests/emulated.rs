@@ -11,7 +11,7 @@ use candle_core::Device;
 use kernels::tensor::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::tensor::trace::Recorder;
 use megatron::config::{
-    BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+    BatchSizeRampup, MomentDtype, Offload, OptimizerKind, Precision, RunConfig,
 };
 use megatron::data::SampleSource;
 use megatron::train::Sources;
@@ -149,7 +149,7 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
         let o = &mut plain.optimizer;
         (o.kind, o.exp_avg_dtype, o.exp_avg_sq_dtype) = (kind, moments, moments);
         let kept = train(&plain, Some(Order::Forward));
-        for offload in [OptimizerOffload::Cpu, OptimizerOffload::Nvme(std::env::temp_dir())] {
+        for offload in [Offload::Cpu, Offload::Nvme(std::env::temp_dir())] {
             let mut config = plain.clone();
             config.optimizer.offload = offload.clone();
             assert_eq!(
@@ -175,9 +175,9 @@ fn batches_that_grow_are_read_ahead() {
 #[test]
 fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
     for (precision, offload) in [
-        (Precision::Fp32, OptimizerOffload::None),
-        (Precision::Bf16, OptimizerOffload::None),
-        (Precision::Bf16, OptimizerOffload::Cpu),
+        (Precision::Fp32, Offload::None),
+        (Precision::Bf16, Offload::None),
+        (Precision::Bf16, Offload::Cpu),
     ] {
         let mut config = config(Style::Llama, 0.0, precision);
         config.optimizer.offload = offload.clone();

@@ -4,8 +4,7 @@
 use std::env::temp_dir;
 
 use megatron::config::{
-    DynamicLossScale, LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision,
-    RunConfig,
+    DynamicLossScale, LossScaling, MomentDtype, Offload, OptimizerKind, Precision, RunConfig,
 };
 use system_tests::{Style, layout, save_after, tiny, train, train_from};
 
@@ -13,7 +12,7 @@ const STEPS: usize = 8;
 
 fn offloaded(mut config: RunConfig) -> RunConfig {
     // Unnamed files leave nothing to clean up.
-    config.optimizer.offload = OptimizerOffload::Nvme(temp_dir());
+    config.optimizer.offload = Offload::Nvme(temp_dir());
     config
 }
 

@@ -172,7 +172,7 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
             Recompute::Full { method: RecomputeMethod::Block, num_layers: 1 },
         ]);
         if r.chance(15) {
-            config.optimizer.offload = OptimizerOffload::Nvme(std::env::temp_dir());
+            config.optimizer.offload = Offload::Nvme(std::env::temp_dir());
         }
         if config.parallel.world_size() <= 12 && config.validate().is_ok() {
             return config;

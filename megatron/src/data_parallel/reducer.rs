@@ -211,12 +211,16 @@ impl GradientReducer {
             let mine = self.replicas.replica().range(bucket.len, Placement::Sharded);
             let part = bucket.reduced(&mine)?;
             let message = if self.in_bf16 { self.message(&part)? } else { part.clone() };
-            works.push((self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?, message, part));
+            let work = self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?;
+            works.push((bucket, work, message, part));
         }
-        for (work, message, part) in works {
+        for (bucket, work, message, part) in works {
             work.wait()?;
             if self.in_bf16 {
                 kernels::ops::reduce::cast(&part, &message)?;
+            }
+            if let Some(shard) = &bucket.reduced {
+                shard.set(&part)?;
             }
         }
         Ok(())
@@ -298,7 +302,8 @@ mod tests {
     use super::*;
     use crate::comm::threads::solo;
     use crate::params::{
-        BucketLimit, Init, ParamSpec, ParamsBuilder, Partition, Placements, Replica, StoreOptions,
+        BucketLimit, Init, ParamSpec, ParamsBuilder, Partition, Placements, Replica, Residence,
+        StoreOptions,
     };
 
     fn spec(name: &str, tie_group: Option<&str>) -> ParamSpec {
@@ -333,6 +338,8 @@ mod tests {
             device: device.clone(),
             limit: BucketLimit::Elements(1),
             placements: Placements::REPLICATED,
+            weights_in: Residence::Device,
+            optimizer_in: Residence::Device,
             replica: Replica::new(0, 1, 1),
             tp: 1,
             tp_rank: 0,

@@ -4,9 +4,7 @@ use candle_core::Device;
 use kernels::tensor::device::{Memory, memory};
 
 use crate::Error;
-use crate::config::{
-    MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig,
-};
+use crate::config::{MomentDtype, Offload, OptimizerKind, Precision, Recompute, RunConfig};
 
 /// The memory that a rank keeps from step to step: uses and their bytes.
 pub(super) type MemoryByUse = Vec<(&'static str, usize)>;
@@ -106,7 +104,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
-    if o.offload == OptimizerOffload::None {
+    if o.offload == Offload::None {
         flags.push("--optimizer-cpu-offload (moments in host memory; longer steps)".into());
     }
     flags.push(format!(
@@ -170,7 +168,7 @@ mod tests {
         config.training.precision = Precision::Bf16;
         (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) =
             (MomentDtype::Bf16, MomentDtype::Bf16);
-        config.optimizer.offload = OptimizerOffload::Cpu;
+        config.optimizer.offload = Offload::Cpu;
         let flags = advice(&config, false);
         assert_eq!(flags.len(), 3, "{flags:?}");
         assert!(flags[0].contains("full (now selective)"));

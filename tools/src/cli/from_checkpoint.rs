@@ -111,8 +111,8 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
         &["tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"],
         &["tokenizer", "vocab_file", "merge_file"],
     ),
-    (&["optimizer_cpu_offload"], &["offload_optimizer_nvme_path"]),
-    (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
+    (&["optimizer_cpu_offload"], &["offload_optimizer"]),
+    (&["offload_optimizer_nvme_path"], &["offload_optimizer", "nvme_path"]),
 ];
 
 /// The checkpoint's settings for what `gathered` leaves open. The checkpoint is read only with

@@ -10,15 +10,8 @@ pub const TABLE: &[Entry] = &[
         "deepspeed deepspeed-config",
     ),
     refuse("use --zero-stage", "zero-optimization stage"),
-    refuse(
-        "use --optimizer-cpu-offload or --offload-optimizer-nvme-path",
-        "offload-optimizer cpu-optimizer",
-    ),
-    refuse(
-        "weight offload (ZeRO-3) is not supported: --optimizer-cpu-offload and \
-         --offload-optimizer-nvme-path offload the optimizer state",
-        "offload-param cpu-offload-params remote-device",
-    ),
+    refuse("use --offload-optimizer cpu", "cpu-optimizer"),
+    refuse("use --offload-param cpu", "cpu-offload-params remote-device"),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
     refuse("use --global-batch-size", "train-batch-size"),
     refuse(
