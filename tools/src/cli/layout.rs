@@ -110,7 +110,8 @@ impl LayoutResolver<'_> {
             let stage = STRATEGIES.iter().position(|name| *name == strategy)? as u8;
             Some((stage, self.origins.cite("data_parallel_sharding_strategy", strategy)))
         });
-        let by_number = p.zero_stage.map(|stage| (stage as u8, self.origins.cite("zero_stage", stage)));
+        let by_number =
+            p.zero_stage.map(|stage| (stage as u8, self.origins.cite("zero_stage", stage)));
         let by_switch = p
             .use_distributed_optimizer
             .then(|| (1, self.origins.cite("use_distributed_optimizer", true)));
