@@ -314,5 +314,5 @@ fn an_import_that_fails_leaves_nothing_and_one_into_its_own_source_is_refused() 
     assert_eq!(std::fs::read_dir(&to).map_or(0, Iterator::count), 0);
     std::fs::write(&path, good).unwrap();
     let into = import(&folder, &folder, None, |_, _| ()).unwrap_err().to_string();
-    assert!(into.contains("Megatron-LM") && into.contains("name another"), "{into}");
+    assert!(into.contains("Megatron-LM") && into.contains("give another"), "{into}");
 }

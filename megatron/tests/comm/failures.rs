@@ -24,7 +24,7 @@ fn ranks_that_call_different_operations_are_told_both() {
             result
         });
         for result in all {
-            let expected = "group tp (ranks 0,1): rank 0 called all_reduce #0 of f32×100 but rank 1 called all_gather #0 \
+            let expected = "group tp (ranks 0,1): rank 0 called all_reduce #0 of f32×100, but rank 1 called all_gather #0 \
                             of f32×50; all ranks must issue the same operations in the same order";
             assert_eq!(result.unwrap_err().to_string(), expected, "{backend}");
         }
@@ -92,7 +92,7 @@ fn ranks_that_name_different_roots_are_told_both_at_once() {
             let told = |result: &Result<(), Error>| match result {
                 Err(Error::Comm(message)) => {
                     message.contains(&format!("rank 0 called {name} #"))
-                        && message.contains("with root 0 of f32×8 but rank 1 called ")
+                        && message.contains("with root 0 of f32×8, but rank 1 called ")
                         && message.contains("with root 1")
                 }
                 _ => false,
@@ -129,7 +129,7 @@ fn a_received_message_of_another_shape_is_refused() {
             g.recv(&zeros(100, DType::F32), 0, 4)?.wait()
         });
         let message = all[1].as_ref().unwrap_err().to_string();
-        let expected = "rank 0 sent a message of f32×50 with tag 4 but rank 1 receives f32×100";
+        let expected = "rank 0 sent a message of f32×50 with tag 4, but rank 1 receives f32×100";
         assert!(message.contains(expected), "{backend}: {message}");
     }
 }

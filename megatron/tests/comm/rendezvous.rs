@@ -275,7 +275,7 @@ fn ranks_with_different_backends_are_told_both_at_once() {
     });
     for result in told {
         let message = result.unwrap_err().to_string();
-        assert!(message.contains("--distributed-backend tcp but rank 1 with local"), "{message}");
+        assert!(message.contains("--distributed-backend tcp, but rank 1 with local"), "{message}");
     }
 }
 
