@@ -150,13 +150,17 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
         (o.kind, o.exp_avg_dtype, o.exp_avg_sq_dtype) = (kind, moments, moments);
         let kept = train(&plain, Some(Order::Forward));
         for offload in [Offload::Cpu, Offload::Nvme(std::env::temp_dir())] {
-            let mut config = plain.clone();
-            config.optimizer.offload = offload.clone();
-            assert_eq!(
-                train(&config, Some(Order::Forward)),
-                kept,
-                "{precision} {kind:?} {offload:?}"
-            );
+            for weights in [Offload::None, offload.clone()] {
+                let mut config = plain.clone();
+                config.optimizer.offload = offload.clone();
+                config.parallel.zero_stage = if weights == Offload::None { 0 } else { 3 };
+                config.parallel.param_offload = weights.clone();
+                assert_eq!(
+                    train(&config, Some(Order::Forward)),
+                    kept,
+                    "{precision} {kind:?} {offload:?}, weights {weights:?}"
+                );
+            }
         }
     }
 }

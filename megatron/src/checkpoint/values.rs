@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use half::{bf16, f16};
 use kernels::ops::remainders::{join_value, split_value};
 use kernels::tensor::host::{with_slice, with_slice_mut};
@@ -359,6 +359,8 @@ pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     fn line(len: usize) -> Block {

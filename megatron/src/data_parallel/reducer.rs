@@ -283,6 +283,9 @@ impl GradientListener for GradientReducer {
                 if self.shards_gradients {
                     // The next microbatch completes it again.
                     missing.clone_from(&bucket.params);
+                    if !bucket.grads.is_there() {
+                        continue; // a forward made them, and they were reduced then
+                    }
                 }
                 self.reduce(at, store)?;
             }

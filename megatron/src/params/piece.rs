@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::ops::remainders::join_value;
 use serde::{Deserialize, Serialize};
 
-use super::{FileBacked, Partition};
+use super::{FileBacked, LocalPart, Partition};
 use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.

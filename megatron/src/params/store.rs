@@ -175,18 +175,18 @@ impl ParamsBuilder {
             let range = move |b: &PlacedBucket| replica.range(b.len, placement);
             layout.buckets.iter().map(range).collect::<Vec<_>>()
         };
-        let zeros = |what, ranges: &[Range<usize>], dtype, residence| {
+        let parts_of = |what, ranges: &[Range<usize>], dtype, residence| {
             let parts: Vec<_> = ranges.iter().map(|range| (range.len(), dtype)).collect();
             LocalPart::zeros(what, &parts, residence, device)
         };
         let kept = lens(placements.weights);
-        let weights = zeros("weights", &kept, *dtype, &options.weights_in)?;
+        let weights = parts_of("weights", &kept, *dtype, &options.weights_in)?;
         let shards = lens(placements.gradients);
         // On the device, shards have memory only within a step.
         let mut homes = Vec::new().into_iter();
         let is_sharded = placements.gradients == Placement::Sharded;
         if is_sharded && options.optimizer_in != Residence::Device {
-            let parts = zeros("main gradients", &shards, grad_dtype, &options.optimizer_in)?;
+            let parts = parts_of("main gradients", &shards, grad_dtype, &options.optimizer_in)?;
             homes = parts.into_iter();
         }
         let kept = kept.into_iter().zip(weights).zip(shards);

@@ -162,6 +162,11 @@ impl Stage {
                     }
                     if trains {
                         saved.insert((microbatch, chunk), kept);
+                        // Before the next microbatch's forward adds to them.
+                        let output = self.chunks[chunk].output.as_ref().filter(|_| every);
+                        if let Some(output) = output.filter(|o| o.makes_gradients_in_forward()) {
+                            gradients.ready(&output.params(), &self.params)?;
+                        }
                     }
                 }
                 Action::Backward { microbatch, chunk }

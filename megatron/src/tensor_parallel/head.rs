@@ -130,6 +130,10 @@ impl Output for Head {
         self.norm.params().chain([self.output]).collect()
     }
 
+    fn makes_gradients_in_forward(&self) -> bool {
+        true
+    }
+
     /// None: forward has made all gradients.
     fn weights_in_backward(&self) -> Vec<ParamId> {
         Vec::new()

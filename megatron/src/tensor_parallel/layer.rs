@@ -159,6 +159,11 @@ pub trait Output: Send + Sync {
     fn weights_in_backward(&self) -> Vec<ParamId> {
         self.params()
     }
+    /// Whether `forward` in training has already accumulated the gradients of the output's
+    /// parameters. ZeRO-2 and 3 then reduce them before `backward`.
+    fn makes_gradients_in_forward(&self) -> bool {
+        false
+    }
     /// f32 `[b, vocab]`: for each sample the logits at row `rows[i]` of the stream, the same on
     /// every tp rank, without padding.
     ///

@@ -92,7 +92,7 @@ const DYNAMIC: [&str; 5] = [
 ];
 
 /// If one of the first settings is given, the second ones are not taken from the checkpoint.
-const TOGETHER: [(&[&str], &[&str]); 11] = [
+const TOGETHER: [(&[&str], &[&str]); 12] = [
     (&LAYOUT, &LAYOUT),
     (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16"]),
     (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
@@ -111,6 +111,7 @@ const TOGETHER: [(&[&str], &[&str]); 11] = [
         &["tokenizer", "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"],
         &["tokenizer", "vocab_file", "merge_file"],
     ),
+    (&["use_distributed_optimizer", "data_parallel_sharding_strategy"], &["zero_stage"]),
     (&["optimizer_cpu_offload"], &["offload_optimizer"]),
     (&["offload_optimizer_nvme_path"], &["offload_optimizer", "nvme_path"]),
 ];

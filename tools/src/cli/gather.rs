@@ -28,13 +28,12 @@ pub struct Gathered {
 }
 
 /// Groups of settings for the same value in different units; a run has one of each group.
-pub(crate) const SAME_THING: [&[&str]; 7] = [
+pub(crate) const SAME_THING: [&[&str]; 6] = [
     &["train_iters", "train_samples"],
     &["lr_decay_iters", "lr_decay_samples"],
     &["lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"],
     &["lr_wsd_decay_iters", "lr_wsd_decay_samples"],
     &["check_for_nan_in_loss_and_grad", "no_check_for_nan_in_loss_and_grad"],
-    &["zero_stage", "use_distributed_optimizer", "data_parallel_sharding_strategy"],
     &["num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"],
 ];
 

@@ -20,6 +20,11 @@ use crate::error::{Error, Result};
 /// Largest file of settings, in bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
+/// `arg` in a command of its own, without the flags that it may override there.
+pub(super) fn alone(arg: &Arg) -> Arg {
+    arg.clone().overrides_with(clap::builder::Resettable::<clap::Id>::Reset)
+}
+
 /// One key of a run file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
@@ -254,7 +259,7 @@ fn setting(
     };
     let mut line = vec!["file".to_string()];
     line.extend(words.iter().cloned());
-    if let Err(refused) = Command::new("file").arg(arg.clone()).try_get_matches_from(line) {
+    if let Err(refused) = Command::new("file").arg(alone(arg)).try_get_matches_from(line) {
         return Err(format!(
             "`{key}` under [{section}] cannot be {}: {}",
             show(value.get_ref()),

@@ -18,7 +18,7 @@ const SIZES: &str = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --
     --tensorboard-dir curves --save saved --load saved";
 
 /// Lines that start, each with further sizes.
-const START: [(&str, &str); 10] = [
+const START: [(&str, &str); 11] = [
     (
         "gpt/gpt3_mcore_reruns_disable",
         "--num-layers 2 --num-query-groups 2 --ffn-hidden-size 64 --kv-channels 8",
@@ -28,7 +28,14 @@ const START: [(&str, &str); 10] = [
     ("gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap", "--num-layers 8"),
     ("gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline", ""),
     ("gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split", ""),
-    ("gpt/gpt3_mcore_te_tp2_pp1_multi_dist_optimizer_instances", "--num-layers 2"),
+    (
+        "gpt/gpt3_mcore_te_tp2_pp1_multi_dist_optimizer_instances",
+        "--num-layers 2 --data-parallel-size 4",
+    ),
+    (
+        "gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor_1node",
+        "--num-layers 2 --data-parallel-size 4",
+    ),
     ("gpt/gpt3_mcore_te_tp2_pp2_cp2_etp4_dp_last", "--num-layers 2"),
     ("gpt/gpt3_mcore_tp1_pp2_fp16", "--num-layers 2"),
     (
@@ -38,7 +45,7 @@ const START: [(&str, &str); 10] = [
 ];
 
 /// Lines that are refused, each with the unsupported feature.
-const REFUSED: [(&str, &[&str]); 10] = [
+const REFUSED: [(&str, &[&str]); 9] = [
     (
         "gpt/gpt3_15b_8t_release_sm_gb200",
         &[
@@ -50,7 +57,6 @@ const REFUSED: [(&str, &[&str]); 10] = [
         ],
     ),
     ("gpt/gpt3_mcore_te_tp1_pp4_vp1_resume_torch_decoupled_lr_1node", &["--decoupled-lr 0.0002"]),
-    ("gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor_1node", &["--use-megatron-fsdp", "ZeRO-1"]),
     ("gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode", &["--qk-layernorm"]),
     (
         "gpt/gpt3_mcore_te_tp2_pp2_mla_1node",

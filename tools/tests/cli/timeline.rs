@@ -117,7 +117,7 @@ fn settings_that_make_no_schedule_are_refused_as_pretrain_refuses_them() {
         (&["--global-batch-size=3"], "global_batch_size = 3"),
         (&["--pipline-model-parallel-size=2"], "did you mean --pipeline-model-parallel-size?"),
         (&["--columns=none"], "--columns"),
-        (&["--num-experts=8"], "mixtures of experts are not there"),
+        (&["--num-experts=8"], "mixture of experts is not supported"),
         (&["--config=other.toml"], "two run files"),
     ] {
         let text = refused(&[&["run.toml"], args].concat());

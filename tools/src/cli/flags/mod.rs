@@ -123,8 +123,9 @@ mod tests {
                 let name = arg.get_long().unwrap_or_default().to_string();
                 for value in arg.get_possible_values() {
                     let word = format!("--{name}={}", value.get_name());
-                    let parsed =
-                        Command::new("one").arg(arg.clone()).try_get_matches_from(["one", &word]);
+                    let parsed = Command::new("one")
+                        .arg(crate::cli::run_file::alone(&arg))
+                        .try_get_matches_from(["one", &word]);
                     assert!(parsed.is_ok(), "{word}: {parsed:?}");
                 }
             }

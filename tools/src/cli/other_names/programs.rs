@@ -6,7 +6,7 @@ use super::{Entry, refuse};
 pub const TABLE: &[Entry] = &[
     // DeepSpeed.
     refuse(
-        "DeepSpeed's settings have flags here, --zero-stage for ZeRO",
+        "use this program's flags for DeepSpeed's settings, such as --zero-stage",
         "deepspeed deepspeed-config",
     ),
     refuse("use --zero-stage", "zero-optimization stage"),
