@@ -239,7 +239,7 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
         flags.push("--bf16".into());
     }
     if !matches!(o.offload, Offload::Nvme(_)) {
-        flags.push("--offload-optimizer-nvme-path DIR (optimizer state in files)".into());
+        flags.push("--offload-optimizer nvme --nvme-path DIR (optimizer state in files)".into());
     }
     if all.moments > 0.0
         && o.kind == OptimizerKind::Adam

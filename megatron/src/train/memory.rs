@@ -217,7 +217,7 @@ mod tests {
              but there are 2.00 GiB (the limit of the cgroup)",
             "--use-distributed-optimizer",
             "--bf16",
-            "--offload-optimizer-nvme-path",
+            "--offload-optimizer nvme",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }

@@ -105,7 +105,7 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
     if o.offload == Offload::None {
-        flags.push("--optimizer-cpu-offload (moments in host memory; longer steps)".into());
+        flags.push("--offload-optimizer cpu (moments in host memory; longer steps)".into());
     }
     flags.push(format!(
         "a larger --tensor-model-parallel-size (now {}) or --pipeline-model-parallel-size (now {}) on more GPUs",
@@ -153,7 +153,7 @@ mod tests {
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-            "--optimizer-cpu-offload (moments in host memory",
+            "--offload-optimizer cpu (moments in host memory",
             "--tensor-model-parallel-size (now 4)",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
