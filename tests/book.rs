@@ -133,3 +133,69 @@ fn links_lead_to_files_and_headings() {
         }
     }
 }
+
+/// The commands in the shell blocks of a page, without environment variables before them.
+fn commands(text: &str) -> Vec<String> {
+    let blocks =
+        text.split("```").skip(1).step_by(2).filter_map(|block| block.strip_prefix("sh\n"));
+    let lines = blocks.flat_map(str::lines).map(|line| {
+        let words = line.split_whitespace();
+        let is_variable = |word: &&str| word.split_once('=').is_some_and(|(name, _)| is_name(name));
+        words.skip_while(is_variable).collect::<Vec<_>>().join(" ")
+    });
+    lines.collect()
+}
+
+fn is_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.chars().all(|c| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_')
+}
+
+/// `megatron` commands are parsed by a test of the program. Here: cargo's targets and the project's
+/// scripts exist.
+#[test]
+fn targets_and_scripts_in_commands_exist() {
+    let mut pages = pages(&root().join("docs"));
+    pages.extend(["README.md", "CONTRIBUTING.md"].map(|name| root().join(name)));
+    let folders = ["kernels", "megatron", "models", "tools", "tests", "."];
+    let target = |kind: &str, name: &str| {
+        let sub = match kind {
+            "--test" => "tests",
+            "--bench" => "benches",
+            _ => "examples",
+        };
+        folders.iter().any(|folder| {
+            let (folder, file) = (root().join(folder), format!("{name}.rs"));
+            let manifest = fs::read_to_string(folder.join("Cargo.toml")).unwrap_or_default();
+            folder.join(sub).join(&file).exists()
+                || folder.join(sub).join(name).join("main.rs").exists()
+                || manifest.contains(&format!("name = \"{name}\""))
+        })
+    };
+    let mut checked = 0;
+    for page in pages {
+        for command in commands(&fs::read_to_string(&page).unwrap()) {
+            let words: Vec<&str> = command.split_whitespace().collect();
+            let said = format!("{}: {command}", page.display());
+            match words.first() {
+                Some(&"cargo") => {
+                    let kinds = ["--test", "--bench", "--example"];
+                    let pairs = words.windows(2).filter(|pair| kinds.contains(&pair[0]));
+                    for pair in pairs {
+                        assert!(target(pair[0], pair[1]), "{said}");
+                        checked += 1;
+                    }
+                }
+                Some(first) if first.contains('/') && !first.starts_with(['/', '~', '.', '$']) => {
+                    let top = first.split('/').next().unwrap();
+                    if ["tools", "tests", "kernels", "examples"].contains(&top) {
+                        assert!(root().join(first).exists(), "{said}");
+                        checked += 1;
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    assert!(checked > 20, "only {checked} targets and scripts were found");
+}
