@@ -214,16 +214,25 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);
     one.model.num_query_groups = 2;
     let want = train(&one, Some(Order::Forward));
-    for (dp, cp, tp, pp) in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)] {
+    for (dp, cp, tp, pp, zero) in [
+        (2, 1, 1, 1, 1),
+        (2, 1, 1, 1, 2),
+        (2, 1, 1, 1, 3),
+        (1, 2, 1, 1, 3),
+        (1, 1, 2, 1, 0),
+        (1, 1, 1, 2, 0),
+        (2, 1, 1, 2, 3),
+    ] {
         let mut config = context(layout(one.clone(), dp, tp, pp), cp);
-        config.parallel.zero_stage = (dp > 1).into();
+        config.parallel.zero_stage = zero;
+        config.parallel.overlap_grad_reduce = pp > 1;
         config.parallel.sequence_parallel = tp > 1;
         let got = train(&config, Some(Order::Forward));
         for (got, want) in got.iter().zip(&want) {
             let difference = largest_relative_difference(got, want);
             assert!(
                 difference < 2e-5,
-                "dp {dp}, cp {cp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}"
+                "dp {dp}, cp {cp}, tp {tp}, pp {pp}, stage {zero}: {got:?}, alone {want:?}"
             );
         }
     }

@@ -163,6 +163,7 @@ mod tests {
     #[test]
     fn flags_that_are_set_or_do_not_apply_are_not_advised() {
         let mut config = valid();
+        config.parallel.zero_stage = 3;
         config.training.micro_batch_size = 1;
         config.training.recompute = Recompute::Selective;
         config.training.precision = Precision::Bf16;
