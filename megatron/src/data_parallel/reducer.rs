@@ -186,7 +186,12 @@ impl GradientReducer {
         store.release_grads_of(bucket);
         let from = if self.in_bf16 { self.message(&grads)? } else { grads };
         let len = bucket.len / self.replicas.shards.size();
-        let sums = at_the_end(|| empty(len, from.dtype(), from.device()))?;
+        let sums = match bucket.tied {
+            // The largest bucket of a small model, reduced once a step: in place, since there may
+            // be no room for its shard beside it.
+            true => from.narrow(0, self.replicas.shards.rank() * len, len)?,
+            false => at_the_end(|| empty(len, from.dtype(), from.device()))?,
+        };
         let work = self.replicas.shards.reduce_scatter(&from, &sums, ReduceOp::Sum)?;
         drop(from);
         self.in_flight.push(InFlight { work, then: Then::Add { bucket: index, sums } });
