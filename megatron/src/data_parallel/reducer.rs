@@ -2,7 +2,6 @@
 //! weights, sums over dp.
 
 use candle_core::{DType, Tensor};
-use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::empty;
 
 use super::declarations;
@@ -190,7 +189,8 @@ impl GradientReducer {
             // The largest bucket of a small model, reduced once a step: in place, since there may
             // be no room for its shard beside it.
             true => from.narrow(0, self.replicas.shards.rank() * len, len)?,
-            false => at_the_end(|| empty(len, from.dtype(), from.device()))?,
+            // Among what backward has freed, which is enough room.
+            false => empty(len, from.dtype(), from.device())?,
         };
         let work = self.replicas.shards.reduce_scatter(&from, &sums, ReduceOp::Sum)?;
         drop(from);
