@@ -132,7 +132,7 @@ impl GradientReducer {
                     let sums = if sums.dtype() == dtype {
                         sums
                     } else {
-                        let wide = at_the_end(|| empty(sums.elem_count(), dtype, sums.device()))?;
+                        let wide = empty(sums.elem_count(), dtype, sums.device())?;
                         kernels::ops::reduce::cast(&wide, &sums)?;
                         wide
                     };
