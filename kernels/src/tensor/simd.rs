@@ -2,9 +2,9 @@
 //!
 //! Kernels are plain Rust that LLVM vectorizes. [`vectorize`] compiles its closure once per
 //! instruction set and picks one at run time. All paths give the same bits, and so do the vector
-//! body and the remainder of a loop. This holds for three reasons: the compiler never contracts `a
-//! * b + c` into a fused operation; fused operations are written as `mul_add`; sums run over fixed
-//! lanes.
+//! body and the remainder of a loop. This holds for three reasons: the compiler never contracts a
+//! product and a sum into a fused operation; fused operations are written as `mul_add`; sums run
+//! over fixed lanes.
 
 use std::sync::OnceLock;
 
