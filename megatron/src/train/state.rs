@@ -282,11 +282,11 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
 /// If a path is not UTF-8; the message names its flag.
 pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let RunConfig { checkpoint, logging, data, .. } = config;
-    let folder = |offload| match offload {
-        &Offload::Nvme(ref folder) => Some(folder.as_path()),
+    let offload = [&config.optimizer.offload, &config.parallel.param_offload];
+    let offload = offload.into_iter().find_map(|offload| match offload {
+        Offload::Nvme(folder) => Some(folder.as_path()),
         Offload::None | Offload::Cpu => None,
-    };
-    let offload = folder(&config.optimizer.offload).or(folder(&config.parallel.param_offload));
+    });
     let paths = [
         ("--save", checkpoint.save.as_deref()),
         ("--load", checkpoint.load.as_deref()),
