@@ -147,8 +147,10 @@ fn links_lead_to_files_and_headings() {
 
 /// The commands in the shell blocks of a page, without environment variables before them.
 fn commands(text: &str) -> Vec<String> {
+    let blocks = text.split("```").skip(1).step_by(2);
+    // Blocks of commands are marked `sh` or not at all.
     let blocks =
-        text.split("```").skip(1).step_by(2).filter_map(|block| block.strip_prefix("sh\n"));
+        blocks.filter_map(|block| block.strip_prefix("sh").unwrap_or(block).strip_prefix('\n'));
     let lines = blocks.flat_map(str::lines).map(|line| {
         let words = line.split_whitespace();
         let is_variable = |word: &&str| word.split_once('=').is_some_and(|(name, _)| is_name(name));
