@@ -11,7 +11,7 @@ use candle_core::Device;
 use kernels::tensor::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::tensor::trace::Recorder;
 use megatron::config::{
-    BatchSizeRampup, MomentDtype, OptimizerKind, OptimizerOffload, Precision, RunConfig,
+    BatchSizeRampup, MomentDtype, Offload, OptimizerKind, Precision, RunConfig,
 };
 use megatron::data::SampleSource;
 use megatron::train::Sources;
@@ -145,18 +145,24 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
         (Precision::Fp32, OptimizerKind::Sgd, MomentDtype::Fp32),
     ] {
         let mut plain = config(Style::Gpt2, 0.0, precision);
+        // Offloaded weights make one rank add several microbatches as several ranks do.
+        plain.training.global_batch_size = plain.training.micro_batch_size;
         plain.parallel.bucket_size = 50_000;
         let o = &mut plain.optimizer;
         (o.kind, o.exp_avg_dtype, o.exp_avg_sq_dtype) = (kind, moments, moments);
         let kept = train(&plain, Some(Order::Forward));
-        for offload in [OptimizerOffload::Cpu, OptimizerOffload::Nvme(std::env::temp_dir())] {
-            let mut config = plain.clone();
-            config.optimizer.offload = offload.clone();
-            assert_eq!(
-                train(&config, Some(Order::Forward)),
-                kept,
-                "{precision} {kind:?} {offload:?}"
-            );
+        for offload in [Offload::Cpu, Offload::Nvme(std::env::temp_dir())] {
+            for weights in [Offload::None, offload.clone()] {
+                let mut config = plain.clone();
+                config.optimizer.offload = offload.clone();
+                config.parallel.zero_stage = if weights == Offload::None { 0 } else { 3 };
+                config.parallel.param_offload = weights.clone();
+                assert_eq!(
+                    train(&config, Some(Order::Forward)),
+                    kept,
+                    "{precision} {kind:?} {offload:?}, weights {weights:?}"
+                );
+            }
         }
     }
 }
@@ -175,9 +181,9 @@ fn batches_that_grow_are_read_ahead() {
 #[test]
 fn a_checkpoint_that_is_written_meanwhile_is_that_of_the_state_as_it_was() {
     for (precision, offload) in [
-        (Precision::Fp32, OptimizerOffload::None),
-        (Precision::Bf16, OptimizerOffload::None),
-        (Precision::Bf16, OptimizerOffload::Cpu),
+        (Precision::Fp32, Offload::None),
+        (Precision::Bf16, Offload::None),
+        (Precision::Bf16, Offload::Cpu),
     ] {
         let mut config = config(Style::Llama, 0.0, precision);
         config.optimizer.offload = offload.clone();
@@ -210,16 +216,25 @@ fn ranks_that_exchange_tensors_by_the_host_follow_one() {
     let mut one = config(Style::Llama, 0.0, Precision::Fp32);
     one.model.num_query_groups = 2;
     let want = train(&one, Some(Order::Forward));
-    for (dp, cp, tp, pp) in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)] {
+    for (dp, cp, tp, pp, zero) in [
+        (2, 1, 1, 1, 1),
+        (2, 1, 1, 1, 2),
+        (2, 1, 1, 1, 3),
+        (1, 2, 1, 1, 3),
+        (1, 1, 2, 1, 0),
+        (1, 1, 1, 2, 0),
+        (2, 1, 1, 2, 3),
+    ] {
         let mut config = context(layout(one.clone(), dp, tp, pp), cp);
-        config.parallel.zero_stage = (dp > 1).into();
+        config.parallel.zero_stage = zero;
+        config.parallel.overlap_grad_reduce = pp > 1;
         config.parallel.sequence_parallel = tp > 1;
         let got = train(&config, Some(Order::Forward));
         for (got, want) in got.iter().zip(&want) {
             let difference = largest_relative_difference(got, want);
             assert!(
                 difference < 2e-5,
-                "dp {dp}, cp {cp}, tp {tp}, pp {pp}: {got:?}, alone {want:?}"
+                "dp {dp}, cp {cp}, tp {tp}, pp {pp}, stage {zero}: {got:?}, alone {want:?}"
             );
         }
     }

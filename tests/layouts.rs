@@ -3,8 +3,8 @@
 
 use megatron::Result;
 use megatron::config::{
-    LossScaling, MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute,
-    RecomputeMethod, RunConfig,
+    LossScaling, MomentDtype, Offload, OptimizerKind, Precision, Recompute, RecomputeMethod,
+    RunConfig,
 };
 use megatron::params::StateKind;
 use megatron::train::{Footprint, Sources};
@@ -263,7 +263,7 @@ fn the_norm_of_parameters_and_the_zeros_of_gradients_count_each_of_the_model_onc
                 config.parallel.zero_stage = sharded.into();
                 config.parallel.sequence_parallel = tp > 1;
                 if file_backed {
-                    config.optimizer.offload = OptimizerOffload::Nvme(folder.path().into());
+                    config.optimizer.offload = Offload::Nvme(folder.path().into());
                 }
                 let what = format!("{style:?} {precision} {dp}·{cp}·{tp}·{pp}");
                 let (numbers, norm) = statistics(&config, &data);

@@ -224,9 +224,12 @@ fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
         if weights.dtype() == DType::BF16 {
             // The high halves are the rounded values whatever the low halves are, so only low
             // halves that are all zero would be wrong.
-            assert!(master.values.to_vec1::<i16>()?.iter().any(|low| *low != 0));
+            assert!(master.values.all_on_host()?.to_vec1::<i16>()?.iter().any(|low| *low != 0));
         } else {
-            assert_eq!(values(&weights)?, values(&master.values.to_dtype(weights.dtype())?)?);
+            assert_eq!(
+                values(&weights)?,
+                values(&master.values.all_on_host()?.to_dtype(weights.dtype())?)?
+            );
         }
     }
     Ok(())

@@ -30,6 +30,8 @@ fn without_pipeline(config: &RunConfig) -> RunConfig {
         // Stages of ZeRO add several microbatches, and copies of shards, in orders of their own.
         zero_stage: config.parallel.zero_stage,
         num_distributed_optimizer_instances: config.parallel.num_distributed_optimizer_instances,
+        // Where one rank has all shards, offload makes it add microbatches as several ranks do.
+        param_offload: config.parallel.param_offload.clone(),
         ..Default::default()
     };
     plain

@@ -171,8 +171,12 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
             Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 2 },
             Recompute::Full { method: RecomputeMethod::Block, num_layers: 1 },
         ]);
+        let files = Offload::Nvme(std::env::temp_dir());
         if r.chance(15) {
-            config.optimizer.offload = OptimizerOffload::Nvme(std::env::temp_dir());
+            config.optimizer.offload = files.clone();
+        }
+        if config.parallel.zero_stage == 3 && r.chance(25) {
+            config.parallel.param_offload = files;
         }
         if config.parallel.world_size() <= 12 && config.validate().is_ok() {
             return config;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use half::{bf16, f16};
 use kernels::ops::remainders::{join_value, split_value};
 use kernels::tensor::host::{with_slice, with_slice_mut};
@@ -11,7 +11,7 @@ use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
 use super::block::{Block, Run, misfit};
-use crate::params::{Elements, ShardRef};
+use crate::params::{Elements, LocalPart, ShardRef};
 use crate::{Error, Result};
 
 /// Elements to move at a time between bytes and a tensor that is not in host memory.
@@ -137,7 +137,8 @@ pub(super) fn read_bytes(
     const OP: &str = "checkpoint-read";
     let whole = range.len().max(1);
     let step = match data {
-        Elements::Tensor(tensor) | Elements::Halves { high: tensor, .. }
+        Elements::Tensor(tensor) if tensor.device().is_cpu() => whole,
+        Elements::Halves { high: LocalPart::Device(tensor), low: Some(LocalPart::Device(_)) }
             if tensor.device().is_cpu() =>
         {
             whole
@@ -153,7 +154,7 @@ pub(super) fn read_bytes(
                 })??;
             }
             Elements::Halves { high, low: Some(low) } => {
-                let (high, low) = (on_host(high, &part)?, on_host(low, &part)?);
+                let (high, low) = (high.on_host(&part)?, low.on_host(&part)?);
                 with_slice::<bf16, _>(&high, OP, |high| {
                     with_slice(&low, OP, |low| Ok(read_joined(high, low, &mut f)))
                 })??;
@@ -171,13 +172,7 @@ pub(super) fn read_bytes(
 
 /// The elements `part` of a tensor in host memory, without a copy if it is already there.
 fn on_host(data: &Tensor, part: &Range<usize>) -> Result<Tensor> {
-    let part = data.narrow(0, part.start, part.len())?;
-    if data.device().is_cpu() {
-        return Ok(part);
-    }
-    // Transferring a view would transfer its whole storage; a contiguous copy has only the needed
-    // elements.
-    Ok(part.force_contiguous()?.to_device(&Device::Cpu)?)
+    LocalPart::from(data.clone()).on_host(part)
 }
 
 /// Calls `f` with the bytes of values joined from halves, in bounded parts.
@@ -221,7 +216,7 @@ pub(super) fn write_shared(
                 for_each_run(pairs, hull.start, |run| copy_run(stored, from, bytes, to, run));
                 Ok(())
             })?;
-            put_back(data, &host, hull.start)
+            LocalPart::from(data.clone()).put_back(&host, hull.start)
         }
         Elements::Halves { high, low } => {
             let split = |high: &mut [bf16], mut low: Option<&mut [i16]>| {
@@ -238,14 +233,14 @@ pub(super) fn write_shared(
                 Ok(())
             };
             let (high_host, low_host) =
-                (on_host(high, &hull)?, low.as_ref().map(|low| on_host(low, &hull)).transpose()?);
+                (high.on_host(&hull)?, low.as_ref().map(|low| low.on_host(&hull)).transpose()?);
             with_slice_mut::<bf16, _>(&high_host, OP, |high| match &low_host {
                 Some(low) => with_slice_mut::<i16, _>(low, OP, |low| split(high, Some(low))),
                 None => split(high, None),
             })?;
-            put_back(high, &high_host, hull.start)?;
+            high.put_back(&high_host, hull.start)?;
             let lows = low.as_ref().zip(low_host.as_ref());
-            lows.map_or(Ok(()), |(low, host)| put_back(low, host, hull.start))
+            lows.map_or(Ok(()), |(low, host)| low.put_back(host, hull.start))
         }
         Elements::FileBacked(file_backed) => {
             let (to, mut done) = (float_of(file_backed.dtype())?, Ok(()));
@@ -260,14 +255,6 @@ pub(super) fn write_shared(
             done
         }
     }
-}
-
-/// Copies the result of [`on_host`] back to the tensor on the device.
-fn put_back(data: &Tensor, host: &Tensor, start: usize) -> Result<()> {
-    if data.device().is_cpu() {
-        return Ok(());
-    }
-    Ok(data.slice_set(&host.to_device(data.device())?, 0, start)?)
 }
 
 /// Splits stored values into halves.
@@ -336,13 +323,13 @@ pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
             (stored(tensor.dtype())?, tensor.elem_count(), [Some(tensor), None])
         }
         Elements::Halves { high, low } => {
-            let dtypes = (high.dtype(), low.as_ref().map_or(DType::I16, Tensor::dtype));
+            let dtypes = (high.dtype(), low.as_ref().map_or(DType::I16, LocalPart::dtype));
             if dtypes != (DType::BF16, DType::I16) {
                 return Err(refuse(format!("halves of values are bf16 and i16, not {dtypes:?}")));
             }
-            let elements =
-                low.as_ref().map_or(usize::MAX, Tensor::elem_count).min(high.elem_count());
-            (Float::F32, elements, [Some(high), low.as_ref()])
+            let elements = low.as_ref().map_or(usize::MAX, LocalPart::len).min(high.len());
+            let tensors = [high.in_memory(), low.as_ref().and_then(LocalPart::in_memory)];
+            (Float::F32, elements, tensors)
         }
         Elements::FileBacked(file_backed) => {
             (stored(file_backed.dtype())?, file_backed.len(), [None, None])
@@ -372,6 +359,8 @@ pub(super) fn check_shard(shard: &ShardRef) -> Result<Float> {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     fn line(len: usize) -> Block {

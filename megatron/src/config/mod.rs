@@ -45,7 +45,7 @@ pub use data::{
 };
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{
-    DecayStyle, IncreaseStyle, MomentDtype, OptimizerConfig, OptimizerKind, OptimizerOffload,
+    DecayStyle, IncreaseStyle, MomentDtype, Offload, OptimizerConfig, OptimizerKind,
     WeightDecayIncrease, WsdDecayStyle,
 };
 pub use origins::Origins;

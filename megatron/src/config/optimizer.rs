@@ -102,14 +102,14 @@ impl fmt::Display for MomentDtype {
     }
 }
 
-/// Where the state of the optimizer is kept between steps.
+/// Where something is kept between its uses: optimizer state, or weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum OptimizerOffload {
-    /// In the memory of the parameters' device.
+pub enum Offload {
+    /// In the memory of the device that computes.
     #[default]
     None,
-    /// In host memory, for parameters on a GPU.
+    /// In host memory. For a rank that computes on the CPU this is the same as `None`.
     Cpu,
     /// In unnamed files on the disk of this folder.
     Nvme(PathBuf),
@@ -157,7 +157,7 @@ pub struct OptimizerConfig {
     pub exp_avg_sq_dtype: MomentDtype,
     /// Where moments (SGD's momentum) are kept.
     #[serde(default)]
-    pub offload: OptimizerOffload,
+    pub offload: Offload,
     /// Decay of SGD's momentum.
     pub sgd_momentum: f64,
     /// Largest gradient norm; larger gradients are scaled down to it. 0 turns clipping off.
@@ -184,7 +184,7 @@ impl Default for OptimizerConfig {
             adam_eps: 1e-8,
             exp_avg_dtype: MomentDtype::default(),
             exp_avg_sq_dtype: MomentDtype::default(),
-            offload: OptimizerOffload::default(),
+            offload: Offload::default(),
             sgd_momentum: 0.9,
             clip_grad: 1.0,
         }

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use super::Offload;
+
 /// The order of forward and backward passes on a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -67,6 +69,9 @@ pub struct ParallelConfig {
     /// first use in a step to its end.
     #[serde(default = "yes")]
     pub zero_reshard_after_forward: bool,
+    /// ZeRO-3: where weights are kept between their uses.
+    #[serde(default)]
+    pub param_offload: Offload,
     /// Gradient buckets are reduced while backward is still running.
     pub overlap_grad_reduce: bool,
     /// Minimum elements per gradient bucket.
@@ -90,6 +95,7 @@ impl Default for ParallelConfig {
             zero_stage: 0,
             num_distributed_optimizer_instances: 1,
             zero_reshard_after_forward: true,
+            param_offload: Offload::None,
             overlap_grad_reduce: false,
             bucket_size: 40_000_000,
         }
@@ -160,6 +166,7 @@ mod tests {
             keys.remove("zero_stage").unwrap();
             keys.remove("num_distributed_optimizer_instances").unwrap();
             keys.remove("zero_reshard_after_forward").unwrap();
+            keys.remove("param_offload").unwrap();
             keys.insert("use_distributed_optimizer".into(), is.into());
             assert_eq!(serde_json::from_value::<ParallelConfig>(written).unwrap(), parallel);
         }

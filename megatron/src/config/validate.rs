@@ -10,9 +10,9 @@ mod weight_decay;
 use std::fmt::Display;
 
 use super::{
-    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, OptimizerConfig,
-    OptimizerKind, OptimizerOffload, Origins, ParallelConfig, PartitionMethod, PositionEmbedding,
-    Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, TrainingConfig,
+    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, Offload, OptimizerConfig,
+    OptimizerKind, Origins, ParallelConfig, PartitionMethod, PositionEmbedding, Precision,
+    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -419,6 +419,13 @@ impl Check<'_> {
         self.require(p.zero_stage <= 3, |c| {
             format!("{} is not a stage of ZeRO, 0 to 3", c.cite("zero_stage", p.zero_stage))
         });
+        self.require(p.param_offload == Offload::None || p.zero_stage == 3, |c| {
+            let kind = if p.param_offload == Offload::Cpu { "cpu" } else { "nvme" };
+            format!(
+                "{} needs weights that are gathered when they are used; set zero_stage = 3, or leave it out",
+                c.cite("offload_param", kind)
+            )
+        });
         let copies = p.num_distributed_optimizer_instances;
         self.positive("num_distributed_optimizer_instances", copies);
         let replicas = p.num_replicas();
@@ -535,14 +542,16 @@ impl Check<'_> {
         });
         self.retention(&run.checkpoint);
         self.skipped_training(run);
-        if let (true, OptimizerOffload::Nvme(folder)) =
-            (run.checkpoint.async_save, &run.optimizer.offload)
-        {
-            self.require(false, |c| {
+        for (offload, what, key) in [
+            (&run.optimizer.offload, "optimizer state", "offload_optimizer"),
+            (&run.parallel.param_offload, "weights", "offload_param"),
+        ] {
+            let in_files = matches!(offload, Offload::Nvme(_));
+            self.require(!(run.checkpoint.async_save && in_files), |c| {
                 format!(
-                    "{} copies the optimizer state in memory, but {} keeps it out of memory; leave one out",
+                    "{} copies the {what} in memory, but {} keeps them out of memory; leave one out",
                     c.cite("async_save", true),
-                    c.cite("offload_optimizer_nvme_path", folder.display())
+                    c.cite(key, "nvme")
                 )
             });
         }

@@ -2,7 +2,6 @@
 //! weights, sums over dp.
 
 use candle_core::{DType, Tensor};
-use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::empty;
 
 use super::declarations;
@@ -133,7 +132,7 @@ impl GradientReducer {
                     let sums = if sums.dtype() == dtype {
                         sums
                     } else {
-                        let wide = at_the_end(|| empty(sums.elem_count(), dtype, sums.device()))?;
+                        let wide = empty(sums.elem_count(), dtype, sums.device())?;
                         kernels::ops::reduce::cast(&wide, &sums)?;
                         wide
                     };
@@ -186,7 +185,13 @@ impl GradientReducer {
         store.release_grads_of(bucket);
         let from = if self.in_bf16 { self.message(&grads)? } else { grads };
         let len = bucket.len / self.replicas.shards.size();
-        let sums = at_the_end(|| empty(len, from.dtype(), from.device()))?;
+        let sums = match bucket.tied {
+            // The largest bucket of a small model, reduced once a step: in place, since there may
+            // be no room for its shard beside it.
+            true => from.narrow(0, self.replicas.shards.rank() * len, len)?,
+            // Among what backward has freed, which is enough room.
+            false => empty(len, from.dtype(), from.device())?,
+        };
         let work = self.replicas.shards.reduce_scatter(&from, &sums, ReduceOp::Sum)?;
         drop(from);
         self.in_flight.push(InFlight { work, then: Then::Add { bucket: index, sums } });
@@ -211,12 +216,16 @@ impl GradientReducer {
             let mine = self.replicas.replica().range(bucket.len, Placement::Sharded);
             let part = bucket.reduced(&mine)?;
             let message = if self.in_bf16 { self.message(&part)? } else { part.clone() };
-            works.push((self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?, message, part));
+            let work = self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?;
+            works.push((bucket, work, message, part));
         }
-        for (work, message, part) in works {
+        for (bucket, work, message, part) in works {
             work.wait()?;
             if self.in_bf16 {
                 kernels::ops::reduce::cast(&part, &message)?;
+            }
+            if let Some(shard) = &bucket.reduced {
+                shard.set(&part)?;
             }
         }
         Ok(())
@@ -301,7 +310,8 @@ mod tests {
     use super::*;
     use crate::comm::threads::solo;
     use crate::params::{
-        BucketLimit, Init, ParamSpec, ParamsBuilder, Partition, Placements, Replica, StoreOptions,
+        BucketLimit, Init, ParamSpec, ParamsBuilder, Partition, Placements, Replica, Residence,
+        StoreOptions,
     };
 
     fn spec(name: &str, tie_group: Option<&str>) -> ParamSpec {
@@ -336,6 +346,8 @@ mod tests {
             device: device.clone(),
             limit: BucketLimit::Elements(1),
             placements: Placements::REPLICATED,
+            weights_in: Residence::Device,
+            optimizer_in: Residence::Device,
             replica: Replica::new(0, 1, 1),
             tp: 1,
             tp_rank: 0,

@@ -11,15 +11,15 @@ use kernels::ops::optimizer::{
 };
 
 use super::ownership::speaks_for;
-use super::state::BucketState;
-use crate::Result;
+use super::state::{BucketState, Column};
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::params::{
-    Bucket, Elements, Param, ParamStore, Piece, Placement, Placements, Replica, Role, ShardRef,
-    StateKind, StoreOptions, clip_pieces, overlap,
+    Bucket, Elements, Master, Param, ParamStore, Piece, Placement, Placements, Replica, Residence,
+    Role, ShardRef, StateKind, StoreOptions, clip_pieces, overlap,
 };
 use crate::topology::ReplicaGroups;
+use crate::{Error, Result};
 
 /// Elements whose high and low halves are joined at a time, on the host.
 const JOINED: usize = 1 << 20;
@@ -91,7 +91,8 @@ impl Optimizer {
             }
             OptimizerKind::Sgd => vec![of],
         };
-        let states = BucketState::zeros(ranges, &dtypes, &config.offload, device)?;
+        let residence = &store.options().optimizer_in;
+        let states = BucketState::zeros(ranges, &dtypes, residence, device)?;
         Ok(Self { config: config.clone(), states, tp, replicas, pp, placements, seed, steps: 0 })
     }
 
@@ -138,11 +139,18 @@ impl Optimizer {
             let part = self.part(param);
             store.buckets()[param.bucket].reduced(&part)
         });
+        let device = &store.options().device;
+        let squares = |tensors: &[&Tensor]| kernels::ops::reduce::total_of_squares(tensors, device);
+        if store.options().optimizer_in != Residence::Device {
+            // One at a time, since each is a copy. The sum has the same order.
+            let each = counted.map(|grads| Ok(squares(&[&grads?])?)).collect::<Result<Vec<_>>>()?;
+            return match &each[..] {
+                [] => Ok(squares(&[])?),
+                each => Ok(kernels::ops::reduce::sum_in_order(&Tensor::cat(each, 0)?)?),
+            };
+        }
         let counted = counted.collect::<Result<Vec<_>>>()?;
-        Ok(kernels::ops::reduce::total_of_squares(
-            &counted.iter().collect::<Vec<_>>(),
-            &store.options().device,
-        )?)
+        Ok(squares(&counted.iter().collect::<Vec<_>>())?)
     }
 
     /// The part of a parameter that this rank counts, as a range of its bucket. Over all ranks
@@ -177,15 +185,23 @@ impl Optimizer {
                 Some(master) if store.options().dtype == DType::BF16 => {
                     for start in part.clone().step_by(JOINED) {
                         let some = start..part.end.min(start + JOINED);
-                        let halves = Elements::Halves {
-                            high: weights(&some)?,
-                            low: Some(master.narrow(&some)?),
-                        };
+                        let low = master.values.narrow(&master.place(&some))?;
+                        let halves =
+                            Elements::Halves { high: weights(&some)?.into(), low: Some(low) };
                         let values = Tensor::from_vec(halves.to_f32()?, some.len(), &Device::Cpu)?;
                         squares += kernels::ops::reduce::sum_of_squares(&values)?;
                     }
                 }
-                Some(master) => tensors.push(master.narrow(&part)?),
+                Some(master) => {
+                    let device = &store.options().device;
+                    tensors.push(master.values.lend(&master.place(&part), device)?);
+                }
+            }
+            if store.options().weights_in != Residence::Device {
+                // Copies are not to be there all at once.
+                for copy in tensors.drain(..) {
+                    squares += kernels::ops::reduce::sum_of_squares(&copy)?;
+                }
             }
         }
         let tensors: Vec<&Tensor> = tensors.iter().collect();
@@ -254,7 +270,8 @@ impl Optimizer {
         if (placements.weights, placements.optimizer) == (Placement::Replicated, Placement::Sharded)
         {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
-                shards.all_gather(&bucket.weights.narrow(&state.range)?, bucket.weights.values())
+                let whole = bucket.weights.whole()?;
+                shards.all_gather(&bucket.weights.narrow(&state.range)?, &whole)
             });
             for work in gathers.collect::<Result<Vec<Work>>>()? {
                 work.wait()?;
@@ -336,23 +353,38 @@ impl Optimizer {
             grad_scale: 1.0,
         };
         let sgd = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
-        state.change(&store.options().device, &mut |part, kept| {
-            let weight = bucket.weights.narrow(part)?;
-            let (stepped, rounded) = match &bucket.master {
-                Some(master) => (&master.narrow(part)?, Some(&weight)),
-                None => (&weight, None),
+        let range = &state.range;
+        let (grads, grads_at) = bucket.reduced_in(range)?;
+        let weights = bucket.weights.values().clone();
+        let mut columns = vec![
+            Column { part: weights, first: bucket.weights.place(range).start, changes: true },
+            Column { part: grads, first: grads_at.start, changes: false },
+        ];
+        let masters = bucket.master.as_ref().map(|master| {
+            let first = master.place(range).start;
+            Column { part: master.values.clone(), first, changes: true }
+        });
+        let (has_masters, moments) = (masters.is_some(), state.values.iter());
+        columns.extend(masters);
+        columns.extend(moments.map(|part| Column { part: part.clone(), first: 0, changes: true }));
+        super::state::update(range.len(), &columns, &store.options().device, &mut |part, here| {
+            let [weight, grad, rest @ ..] = here else {
+                return Err(Error::config("internal error: an update without its columns"));
             };
-            let grad = bucket.reduced(part)?;
-            let segments = Segment::of_part(
-                &segments,
-                part.start - state.range.start..part.end - state.range.start,
-            );
+            let (stepped, rounded, kept) = match rest {
+                [master, kept @ ..] if has_masters => (master, Some(weight), kept),
+                kept => (weight, None, kept),
+            };
+            let segments = Segment::of_part(&segments, part.clone());
             let verdict = Some(verdict);
-            Ok(match kept.get(1) {
-                Some(second) => adamw_segments(
-                    stepped, rounded, &grad, &kept[0], second, &adam, verdict, &segments,
-                ),
-                None => sgd_segments(stepped, rounded, &grad, &kept[0], &sgd, verdict, &segments),
+            Ok(match kept {
+                [first, second] => {
+                    adamw_segments(stepped, rounded, grad, first, second, &adam, verdict, &segments)
+                }
+                [momentum] => {
+                    sgd_segments(stepped, rounded, grad, momentum, &sgd, verdict, &segments)
+                }
+                _ => return Err(Error::config("internal error: an update without its state")),
             }?)
         })
     }
@@ -396,12 +428,21 @@ impl Optimizer {
                 });
                 Ok(())
             };
-            let weights = |range: &Range<usize>| bucket.weights.narrow(range);
+            let weights = |range: &Range<usize>| {
+                let at = bucket.weights.place(range);
+                bucket.weights.values().narrow(&at)
+            };
+            let elements = |range: &Range<usize>| {
+                let at = bucket.weights.place(range);
+                bucket.weights.values().elements(&at)
+            };
+            let masters =
+                |master: &Master, range: &Range<usize>| master.values.narrow(&master.place(range));
             match &bucket.master {
                 Some(master) if store.options().dtype == DType::BF16 => {
                     for (part, kept) in master.parts(if owned { written() } else { here }) {
                         push(StateKind::Param, part, &|part| {
-                            let low = kept.then(|| master.narrow(part)).transpose()?;
+                            let low = kept.then(|| masters(master, part)).transpose()?;
                             Ok(Elements::Halves { high: weights(part)?, low })
                         })?;
                     }
@@ -409,14 +450,16 @@ impl Optimizer {
                 Some(master) => {
                     let range =
                         if owned { written() } else { overlap(whole.clone(), &master.range) };
-                    push(StateKind::Param, range, &|range| Ok(master.narrow(range)?.into()))?;
+                    push(StateKind::Param, range, &|range| {
+                        master.values.elements(&master.place(range))
+                    })?;
                     if !owned {
-                        push(StateKind::Param, here, &|range| Ok(weights(range)?.into()))?;
+                        push(StateKind::Param, here, &elements)?;
                     }
                 }
                 None => {
                     let range = if owned { written() } else { here };
-                    push(StateKind::Param, range, &|range| Ok(weights(range)?.into()))?;
+                    push(StateKind::Param, range, &elements)?;
                 }
             }
             let moments = if owned { written() } else { self.part(param) };

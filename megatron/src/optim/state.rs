@@ -1,267 +1,216 @@
-//! The optimizer's state of each element. It is stored on the device of the parameters, in host
-//! memory, or in a file. From host memory or a file it is brought to the device in parts while a
-//! step is made (Ren et al. 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
+//! What an optimizer keeps of every element that it updates, and updates of elements that are
+//! partly elsewhere: in host memory or files, from which they come a part at a time (Ren et al.
+//! 2021, "ZeRO-Offload"; Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
-use kernels::tensor::transfer::{Mark, fetch, mark, put, room};
+use kernels::tensor::transfer::{Mark, mark, put, room};
 
-use crate::config::OptimizerOffload;
-use crate::params::{Elements, FileBacked, copy_on_host};
+use crate::params::{Elements, LocalPart, Residence};
 use crate::{Error, Result};
 
-/// Elements that are read from a file at a time. Both moments in f32 take 4 MiB, which stays in
-/// caches until it is written back.
+/// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches
+/// until they are written back.
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 19 };
-/// Elements that are copied to a GPU at a time.
+/// Elements that go to a GPU at a time.
 const PART_ON_GPU: usize = if cfg!(any(test, feature = "emulated")) { 1 << 12 } else { 1 << 22 };
-/// Parts on a GPU at a time: one is copied in while the previous one is updated or copied back.
+/// Parts on a GPU at a time: while one is updated, another is copied in or out.
 const LANES: usize = 2;
-/// Number of parts to prefetch beyond the current one.
+/// Parts ahead of the current one that the system is asked to read.
 const PARTS_AHEAD: usize = 16;
 
-/// Optimizer state of one bucket, over the range that this rank updates.
+/// Optimizer state of one bucket, over the range of it that this rank updates.
 pub(super) struct BucketState {
     pub range: Range<usize>,
-    storage: Storage,
+    /// The values of each element of the range: Adam's first and second moment, or SGD's momentum.
+    pub values: Vec<LocalPart>,
 }
-
-/// The values of each element in the range: Adam's first and second moment, or SGD's momentum.
-enum Storage {
-    /// On the device of the parameters.
-    OnDevice(Vec<Tensor>),
-    Offloaded(Vec<Offloaded>),
-}
-
-/// Values that are brought to the parameters' device in parts.
-enum Offloaded {
-    Host(Tensor),
-    File(FileBacked),
-}
-
-/// Updates the state of one part of a bucket.
-pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
 
 impl BucketState {
-    /// Creates zeros: for each of `ranges` one state with a tensor of each of `dtypes`. The
-    /// parameters are on `device`.
+    /// Zeros of each of `dtypes` for each of `ranges` of parameters on `device`.
     ///
     /// # Errors
-    /// If there is no room, or if state is to be offloaded to host memory while the parameters are
-    /// already there.
+    /// If there is no room, or state is to be moved to the host's memory from there.
     pub fn zeros(
         ranges: Vec<Range<usize>>,
         dtypes: &[DType],
-        offload: &OptimizerOffload,
+        residence: &Residence,
         device: &Device,
     ) -> Result<Vec<Self>> {
-        if *offload == OptimizerOffload::Cpu && mark(device)?.is_none() {
-            let device = kernels::tensor::device::name(device);
-            return Err(Error::config(format!(
-                "optimizer_cpu_offload moves state from a GPU to host memory, but this run \
-                 computes on {device}; leave it out, or keep the state in files: \
-                 offload_optimizer_nvme_path"
-            )));
-        }
-        let zeros = |range: &Range<usize>, device: &Device| {
-            let zeros = |&dtype| {
-                Ok(kernels::tensor::device::zeros("optimizer state", range.len(), dtype, device)?)
-            };
-            dtypes.iter().map(zeros).collect::<Result<Vec<_>>>()
-        };
-        let file_backed = match offload {
-            OptimizerOffload::Nvme(folder) => {
-                let parts = ranges
-                    .iter()
-                    .flat_map(|range| dtypes.iter().map(|&dtype| (range.len(), dtype)));
-                FileBacked::zeros(folder, &parts.collect::<Vec<_>>())?
-            }
-            OptimizerOffload::None | OptimizerOffload::Cpu => Vec::new(),
-        };
-        let mut file_backed = file_backed.into_iter().map(Offloaded::File);
-        let state = |range| {
-            let storage = match offload {
-                OptimizerOffload::None => Storage::OnDevice(zeros(&range, device)?),
-                OptimizerOffload::Cpu => Storage::Offloaded(
-                    zeros(&range, &Device::Cpu)?.into_iter().map(Offloaded::Host).collect(),
-                ),
-                OptimizerOffload::Nvme(_) => {
-                    Storage::Offloaded(file_backed.by_ref().take(dtypes.len()).collect())
-                }
-            };
-            Ok(Self { range, storage })
-        };
-        ranges.into_iter().map(state).collect()
+        let parts = ranges.iter().flat_map(|range| dtypes.iter().map(|&d| (range.len(), d)));
+        let parts = parts.collect::<Vec<_>>();
+        let mut values =
+            LocalPart::zeros("optimizer state", &parts, residence, device)?.into_iter();
+        let state = |range| Self { range, values: values.by_ref().take(dtypes.len()).collect() };
+        Ok(ranges.into_iter().map(state).collect())
     }
 
-    /// Bytes on the parameters' device.
+    /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
-        match &self.storage {
-            Storage::OnDevice(values) => {
-                values.iter().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum()
-            }
-            Storage::Offloaded(_) => 0,
-        }
+        self.values.iter().map(LocalPart::bytes_on_device).sum()
     }
 
     /// Value number `which` of the elements `part` of the bucket.
     ///
     /// # Errors
-    /// If `part` exceeds the range, or there is no value with this number.
+    /// If they are not in the range, or have no such value.
     pub fn part(&self, which: usize, part: &Range<usize>) -> Result<Elements> {
         let part =
             part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
         let none =
             || Error::config(format!("internal error: optimizer state has no value {which}"));
-        match &self.storage {
-            Storage::OnDevice(values) => {
-                narrowed(values.get(which).ok_or_else(none)?, &part).map(Elements::from)
-            }
-            Storage::Offloaded(offloaded) => match offloaded.get(which).ok_or_else(none)? {
-                Offloaded::Host(tensor) => narrowed(tensor, &part).map(Elements::from),
-                Offloaded::File(file_backed) => file_backed.narrow(&part).map(Elements::from),
-            },
-        }
-    }
-
-    /// Calls `step` with consecutive parts of the range, together all of it, and the state of each
-    /// part on `device`, the parameters' device. `step` changes the state in place. On a GPU the
-    /// work is queued; if the state is offloaded, the host waits until all but the last parts are
-    /// copied back.
-    ///
-    /// # Errors
-    /// Those of `step`, or if state cannot be read, written or copied.
-    pub fn change(&self, device: &Device, step: &mut Step) -> Result<()> {
-        let offloaded = match &self.storage {
-            Storage::OnDevice(values) => return step(&self.range, values),
-            Storage::Offloaded(offloaded) => offloaded,
-        };
-        let first = self.range.start;
-        let mut step = |part: &Range<usize>, here: &[Tensor]| {
-            step(&(first + part.start..first + part.end), here)
-        };
-        if mark(device)?.is_some() {
-            self.change_on_gpu(device, offloaded, &mut step)
-        } else {
-            self.change_on_cpu(offloaded, &mut step)
-        }
-    }
-
-    fn change_on_cpu(&self, offloaded: &[Offloaded], step: &mut Step) -> Result<()> {
-        let places = room_for(offloaded, PART.min(self.range.len()), &Device::Cpu)?;
-        offloaded.iter().for_each(|kept| kept.prefetch(0..PARTS_AHEAD * PART));
-        for part in parts(self.range.len(), PART) {
-            let here = first_of(&places, part.len())?;
-            let later = part.start + PARTS_AHEAD * PART;
-            for (kept, here) in offloaded.iter().zip(&here) {
-                kept.prefetch(later..later + PART);
-                kept.read(&part, here)?;
-            }
-            step(&part, &here)?;
-            for (kept, here) in offloaded.iter().zip(&here) {
-                kept.write(&part, here)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn change_on_gpu(
-        &self,
-        device: &Device,
-        offloaded: &[Offloaded],
-        step: &mut Step,
-    ) -> Result<()> {
-        let now = || {
-            let mark = mark(device)?;
-            mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
-        };
-        let back = |(part, here, done): (Range<usize>, Vec<Tensor>, Mark)| {
-            for (kept, here) in offloaded.iter().zip(&here) {
-                kept.write(&part, fetch(here, &done)?.tensor())?;
-            }
-            Ok::<_, Error>(done)
-        };
-        let lanes =
-            (0..LANES).map(|_| room_for(offloaded, PART_ON_GPU.min(self.range.len()), device));
-        let lanes = lanes.collect::<Result<Vec<_>>>()?;
-        offloaded.iter().for_each(|kept| kept.prefetch(0..LANES * PART_ON_GPU));
-        // A lane may be overwritten after its allocation and after the update of its previous part.
-        // Waiting for these events only lets copies overlap with later updates.
-        let (mut free, mut under_way) = (now()?, VecDeque::new());
-        for (part, lane) in parts(self.range.len(), PART_ON_GPU).zip(lanes.iter().cycle()) {
-            if under_way.len() == LANES
-                && let Some(first) = under_way.pop_front()
-            {
-                free = back(first)?;
-            }
-            let here = first_of(lane, part.len())?;
-            let later = part.start + LANES * PART_ON_GPU;
-            for (kept, here) in offloaded.iter().zip(&here) {
-                kept.prefetch(later..later + PART_ON_GPU);
-                let staged = room(here, &free)?;
-                kept.read(&part, staged.tensor())?;
-                put(staged, here, &free)?;
-            }
-            step(&part, &here)?;
-            under_way.push_back((part, here, now()?));
-        }
-        under_way.into_iter().try_for_each(|part| back(part).map(drop))
+        self.values.get(which).ok_or_else(none)?.elements(&part)
     }
 }
 
-/// Splits `len` elements into parts of at most `each`.
+/// One kind of elements that an update reads or changes.
+pub(super) struct Column {
+    pub part: LocalPart,
+    /// Its element that belongs to the update's first one.
+    pub first: usize,
+    /// Whether the update changes them.
+    pub changes: bool,
+}
+
+impl Column {
+    fn at(&self, part: &Range<usize>) -> Range<usize> {
+        self.first + part.start..self.first + part.end
+    }
+
+    fn is_here(&self) -> bool {
+        self.part.on_device().is_some()
+    }
+}
+
+/// Updates some elements, given their numbers and each column's values of them.
+pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
+
+/// Calls `step` with parts of `0..len`, which together are all of it, and what each of `columns`
+/// has of them on `device`. On a GPU it is queued; where columns are elsewhere, the host waits
+/// until all but the last parts are back.
+///
+/// # Errors
+/// What `step` returns, or if elements cannot be read, written or copied.
+pub(super) fn update(
+    len: usize,
+    columns: &[Column],
+    device: &Device,
+    step: &mut Step,
+) -> Result<()> {
+    if columns.iter().all(Column::is_here) {
+        let all = 0..len;
+        let here: Result<Vec<_>> =
+            columns.iter().map(|column| column.part.lend(&column.at(&all), device)).collect();
+        return step(&all, &here?);
+    }
+    if mark(device)?.is_some() {
+        update_on_gpu(len, columns, device, step)
+    } else {
+        update_on_cpu(len, columns, step)
+    }
+}
+
+fn update_on_cpu(len: usize, columns: &[Column], step: &mut Step) -> Result<()> {
+    let places = room_for(columns, PART.min(len), &Device::Cpu)?;
+    let prefetch = |part: Range<usize>| {
+        let part = part.start.min(len)..part.end.min(len);
+        columns.iter().for_each(|column| column.part.prefetch(column.at(&part)));
+    };
+    prefetch(0..PARTS_AHEAD * PART);
+    for part in parts(len, PART) {
+        let here = first_of(columns, &places, &part)?;
+        let later = part.start + PARTS_AHEAD * PART;
+        prefetch(later..later + PART);
+        for (column, here) in elsewhere(columns, &here) {
+            column.part.read(&column.at(&part), here)?;
+        }
+        step(&part, &here)?;
+        for (column, here) in elsewhere(columns, &here).filter(|(column, _)| column.changes) {
+            column.part.write(&column.at(&part), here)?;
+        }
+    }
+    Ok(())
+}
+
+fn update_on_gpu(len: usize, columns: &[Column], device: &Device, step: &mut Step) -> Result<()> {
+    let now = || {
+        let mark = mark(device)?;
+        mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
+    };
+    let back = |(part, here, done): (Range<usize>, Vec<Tensor>, Mark)| {
+        for (column, here) in elsewhere(columns, &here).filter(|(column, _)| column.changes) {
+            column.part.write_from_gpu(&column.at(&part), here, &done)?;
+        }
+        Ok::<_, Error>(done)
+    };
+    let lanes = (0..LANES).map(|_| room_for(columns, PART_ON_GPU.min(len), device));
+    let lanes = lanes.collect::<Result<Vec<_>>>()?;
+    let prefetch = |part: Range<usize>| {
+        let part = part.start.min(len)..part.end.min(len);
+        columns.iter().for_each(|column| column.part.prefetch(column.at(&part)));
+    };
+    prefetch(0..LANES * PART_ON_GPU);
+    // The point after which a lane may be overwritten: at first whatever made its memory, then the
+    // update of its previous part. Copies overlap with later updates.
+    let (mut free, mut under_way) = (now()?, VecDeque::new());
+    for (part, lane) in parts(len, PART_ON_GPU).zip(lanes.iter().cycle()) {
+        if under_way.len() == LANES
+            && let Some(first) = under_way.pop_front()
+        {
+            free = back(first)?;
+        }
+        let here = first_of(columns, lane, &part)?;
+        let later = part.start + LANES * PART_ON_GPU;
+        prefetch(later..later + PART_ON_GPU);
+        for (column, here) in elsewhere(columns, &here) {
+            let staged = room(here, &free)?;
+            column.part.read(&column.at(&part), staged.tensor())?;
+            put(staged, here, &free)?;
+        }
+        step(&part, &here)?;
+        under_way.push_back((part, here, now()?));
+    }
+    under_way.into_iter().try_for_each(|part| back(part).map(drop))
+}
+
+/// Parts of `len` elements, of `each` at most.
 fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(each).map(move |start| start..len.min(start + each))
 }
 
-/// A tensor of `len` elements for each of `offloaded`.
-fn room_for(offloaded: &[Offloaded], len: usize, device: &Device) -> Result<Vec<Tensor>> {
-    let room = |kept: &Offloaded| {
-        Ok(kernels::tensor::device::zeros("parts of optimizer state", len, kept.dtype(), device)?)
+/// A tensor of `len` elements for each column that is elsewhere.
+fn room_for(columns: &[Column], len: usize, device: &Device) -> Result<Vec<Option<Tensor>>> {
+    let room = |column: &Column| {
+        let dtype = column.part.dtype();
+        (!column.is_here())
+            .then(|| Ok(kernels::tensor::device::zeros("parts of an update", len, dtype, device)?))
+            .transpose()
     };
-    offloaded.iter().map(room).collect()
+    columns.iter().map(room).collect()
 }
 
-fn first_of(places: &[Tensor], len: usize) -> Result<Vec<Tensor>> {
-    places.iter().map(|place| Ok(place.narrow(0, 0, len)?)).collect()
+/// Where the elements `part` of each column are on the device, or will be.
+fn first_of(
+    columns: &[Column],
+    places: &[Option<Tensor>],
+    part: &Range<usize>,
+) -> Result<Vec<Tensor>> {
+    let one = |(column, place): (&Column, &Option<Tensor>)| match (place, column.part.on_device()) {
+        (Some(place), _) => Ok(place.narrow(0, 0, part.len())?),
+        (None, Some(all)) => Ok(all.narrow(0, column.first + part.start, part.len())?),
+        (None, None) => Err(Error::config("internal error: a column without a place")),
+    };
+    columns.iter().zip(places).map(one).collect()
 }
 
-fn narrowed(tensor: &Tensor, part: &Range<usize>) -> Result<Tensor> {
-    Ok(tensor.narrow(0, part.start, part.len())?)
-}
-
-impl Offloaded {
-    fn dtype(&self) -> DType {
-        match self {
-            Self::Host(tensor) => tensor.dtype(),
-            Self::File(file_backed) => file_backed.dtype(),
-        }
-    }
-
-    /// Asks the system to read a part that is in a file, without waiting.
-    fn prefetch(&self, part: Range<usize>) {
-        if let Self::File(file_backed) = self {
-            file_backed.prefetch(part);
-        }
-    }
-
-    /// Copies the elements `part` to `to`, on the host.
-    fn read(&self, part: &Range<usize>, to: &Tensor) -> Result<()> {
-        match self {
-            Self::Host(tensor) => copy_on_host(&narrowed(tensor, part)?, to),
-            Self::File(file_backed) => file_backed.narrow(part)?.read(to),
-        }
-    }
-
-    /// Copies `from`, on the host, to the elements `part`.
-    fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
-        match self {
-            Self::Host(tensor) => copy_on_host(from, &narrowed(tensor, part)?),
-            Self::File(file_backed) => file_backed.narrow(part)?.write(from),
-        }
-    }
+/// The columns that are elsewhere, with their places on the device.
+fn elsewhere<'a>(
+    columns: &'a [Column],
+    here: &'a [Tensor],
+) -> impl Iterator<Item = (&'a Column, &'a Tensor)> {
+    columns.iter().zip(here).filter(|(column, _)| !column.is_here())
 }
 
 #[cfg(test)]
@@ -288,7 +237,10 @@ mod tests {
             }
             Ok(())
         };
-        state.change(&Device::Cpu, &mut change).unwrap();
+        let columns =
+            state.values.iter().map(|part| Column { part: part.clone(), first: 0, changes: true });
+        let columns: Vec<_> = columns.collect();
+        update(state.range.len(), &columns, &Device::Cpu, &mut change).unwrap();
         parts
     }
 
@@ -297,16 +249,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ranges = vec![100..100 + 3 * PART + 7, 5..6, 9..9, PART..2 * PART];
         for dtypes in [&[DType::F32][..], &[DType::F32, DType::F32], &[DType::F32, DType::BF16]] {
-            let zeros = |offload| {
-                BucketState::zeros(ranges.clone(), dtypes, &offload, &Device::Cpu).unwrap()
+            let zeros = |residence| {
+                BucketState::zeros(ranges.clone(), dtypes, &residence, &Device::Cpu).unwrap()
             };
-            let kept = zeros(OptimizerOffload::None);
-            let file_backed = zeros(OptimizerOffload::Nvme(folder.path().to_path_buf()));
+            let kept = zeros(Residence::Device);
+            let file_backed = zeros(Residence::Files(folder.path().to_path_buf()));
             assert_eq!(file_backed.len(), ranges.len());
             for _ in 0..3 {
                 for (kept, file_backed) in kept.iter().zip(&file_backed) {
                     let (whole, parts) = (step(kept), step(file_backed));
-                    assert_eq!(whole, std::slice::from_ref(&kept.range));
+                    assert_eq!(whole, [0..kept.range.len()]);
                     assert_eq!(parts.len(), kept.range.len().div_ceil(PART));
                     assert_eq!(parts.iter().map(Range::len).sum::<usize>(), kept.range.len());
                     for which in 0..dtypes.len() {
@@ -331,13 +283,9 @@ mod tests {
 
     #[test]
     fn state_on_the_host_is_moved_nowhere_else_on_the_host() {
-        let zeros = BucketState::zeros(
-            vec![0..4, 4..9],
-            &[DType::F32],
-            &OptimizerOffload::Cpu,
-            &Device::Cpu,
-        );
+        let zeros =
+            BucketState::zeros(vec![0..4, 4..9], &[DType::F32], &Residence::Host, &Device::Cpu);
         let refused = zeros.map(drop).unwrap_err().to_string();
-        assert!(refused.contains("optimizer_cpu_offload moves state from a GPU"), "{refused}");
+        assert!(refused.contains("are in the host's memory already"), "{refused}");
     }
 }

@@ -58,12 +58,20 @@ impl BucketLayout {
         self.buckets.is_empty()
     }
 
-    /// What a rank holds at most during a step: its shards and two whole units, of which a tied
-    /// embedding is one, where buffers are sharded; else all of them.
-    pub fn elements(&self, placements: Placements, num_shards: usize) -> ElementCounts {
-        let of = |placement, whole| match placement {
+    /// What a rank holds in its device's memory at most during a step: all elements of a buffer that
+    /// is replicated; of one that is sharded its shard, unless that is kept elsewhere, and two whole
+    /// units, of which a tied embedding is one. `here` tells of weights and of gradients whether
+    /// shards are kept on the device.
+    pub fn elements(
+        &self,
+        placements: Placements,
+        num_shards: usize,
+        here: [bool; 2],
+    ) -> ElementCounts {
+        let of = |placement, here, whole| match placement {
             Placement::Replicated => self.len(),
-            Placement::Sharded => self.len() / num_shards + whole,
+            Placement::Sharded if here => self.len() / num_shards + whole,
+            Placement::Sharded => whole,
         };
         let lens = |tied: bool| self.buckets.iter().filter(move |b| b.tied == tied).map(|b| b.len);
         let largest = |lens: Vec<usize>, count: usize| -> usize {
@@ -74,9 +82,13 @@ impl BucketLayout {
         let tied: Vec<usize> = lens(true).collect();
         let others = largest(lens(false).collect(), 2usize.saturating_sub(tied.len()));
         ElementCounts {
-            weights: of(placements.weights, largest(lens(true).chain(lens(false)).collect(), 2)),
+            weights: of(
+                placements.weights,
+                here[0],
+                largest(lens(true).chain(lens(false)).collect(), 2),
+            ),
             // A tied embedding's gradient is whole until the step's end.
-            gradients: of(placements.gradients, tied.iter().sum::<usize>() + others),
+            gradients: of(placements.gradients, here[1], tied.iter().sum::<usize>() + others),
         }
     }
 }

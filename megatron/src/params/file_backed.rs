@@ -55,7 +55,7 @@ impl Files {
                 .map_err(|error| Error::io("create a file in", folder, error))?;
             reserve(&file, each as u64).map_err(|error| {
                 Error::config(format!(
-                    "{}: no room for {:.2} GiB of optimizer state: {error}; free disk space, or give a folder on another disk",
+                    "{}: no room for {:.2} GiB: {error}; free disk space, or give a folder on another disk",
                     folder.display(),
                     (FILES * each) as f64 / f64::from(1 << 30)
                 ))
@@ -160,7 +160,7 @@ impl FileBacked {
             done = on_threads(parts, |(at, part)| self.files.read(at, part));
             Ok(())
         })?;
-        done.map_err(|error| self.failed("read optimizer state in", error))
+        done.map_err(|error| self.failed("read what is kept in", error))
     }
 
     /// Writes all of `from`, a tensor on the host, to the first elements.
@@ -178,7 +178,7 @@ impl FileBacked {
             });
             Ok(())
         })?;
-        done.map_err(|error| self.failed("write optimizer state in", error))
+        done.map_err(|error| self.failed("write what is kept in", error))
     }
 
     /// Reads the bytes of the elements `range`.
@@ -192,7 +192,7 @@ impl FileBacked {
         let read = parts.try_for_each(|(start, len)| {
             self.files.read(start, &mut bytes[start - at..start - at + len])
         });
-        read.map_err(|error| self.failed("read optimizer state in", error))?;
+        read.map_err(|error| self.failed("read what is kept in", error))?;
         Ok(bytes)
     }
 
@@ -206,7 +206,7 @@ impl FileBacked {
         let written = parts.try_for_each(|(start, len)| {
             self.files.write(start, &bytes[start - at..start - at + len])
         });
-        written.map_err(|error| self.failed("write optimizer state in", error))
+        written.map_err(|error| self.failed("write what is kept in", error))
     }
 
     /// Asks the system to read the elements `range` ahead, without waiting. Ignores what exceeds
@@ -326,6 +326,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let refused =
             FileBacked::zeros(folder.path(), &[(1 << 50, DType::F32)]).unwrap_err().to_string();
-        assert!(refused.contains("no room for 4194304.00 GiB of optimizer state"), "{refused}");
+        assert!(refused.contains("no room for 4194304.00 GiB"), "{refused}");
     }
 }

@@ -20,7 +20,7 @@ use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::{computes_ahead, empty, zeros};
 
 use super::store::offset_in;
-use super::{Bucket, Param, ParamId, ParamStore, Placement, Role};
+use super::{Bucket, LocalPart, Param, ParamId, ParamStore, Placement, Role};
 use crate::comm::lock;
 use crate::{Error, Result};
 
@@ -100,18 +100,32 @@ impl GradientBuffer {
     }
 }
 
-/// Where gradients are sharded (ZeRO-2 and 3), this rank's shard of the sums over ranks. It has
-/// memory from a step's first sum until the optimizer has used it.
+/// Where gradients are sharded (ZeRO-2 and 3), this rank's shard of the sums over ranks. On the
+/// device it has memory from a step's first sum until the optimizer has used it.
 #[derive(Debug)]
 pub struct GradientShard {
     /// Elements of the bucket.
     range: Range<usize>,
-    sums: Mutex<Option<Tensor>>,
+    /// Where the sums are kept, if that is not the device.
+    home: Option<LocalPart>,
+    device: Device,
+    sums: Mutex<Sums>,
 }
 
+#[derive(Debug, Default)]
+enum Sums {
+    #[default]
+    None,
+    Here(Tensor),
+    AtHome,
+}
+
+/// Elements that are added at a time to sums that are kept elsewhere.
+const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 21 };
+
 impl GradientShard {
-    pub(super) fn new(range: Range<usize>) -> Self {
-        Self { range, sums: Mutex::default() }
+    pub(super) fn new(range: Range<usize>, home: Option<LocalPart>, device: Device) -> Self {
+        Self { range, home, device, sums: Mutex::default() }
     }
 
     /// The elements of the bucket in this shard.
@@ -126,30 +140,69 @@ impl GradientShard {
     /// If they cannot be added.
     pub fn add(&self, sums: Tensor) -> Result<()> {
         let mut there = lock(&self.sums);
-        match &*there {
-            Some(there) => kernels::ops::reduce::add_inplace(there, &sums)?,
-            None => *there = Some(sums),
+        match (&*there, &self.home) {
+            (Sums::Here(there), _) => kernels::ops::reduce::add_inplace(there, &sums)?,
+            (_, None) => *there = Sums::Here(sums),
+            (Sums::AtHome, Some(home)) => {
+                for start in (0..home.len()).step_by(PART) {
+                    let part = start..home.len().min(start + PART);
+                    let so_far = home.lend(&part, &self.device)?;
+                    let more = sums.narrow(0, part.start, part.len())?;
+                    kernels::ops::reduce::add_inplace(&so_far, &more)?;
+                    home.give_back(&part, &so_far)?;
+                }
+            }
+            (Sums::None, Some(home)) => {
+                home.give_back(&(0..home.len()), &sums)?;
+                *there = Sums::AtHome;
+            }
         }
         Ok(())
     }
 
     /// The sums so far, if there are any in this step.
-    pub fn sums(&self) -> Option<Tensor> {
-        lock(&self.sums).clone()
+    pub fn sums(&self) -> Option<LocalPart> {
+        match &*lock(&self.sums) {
+            Sums::None => None,
+            Sums::Here(sums) => Some(LocalPart::Device(sums.clone())),
+            Sums::AtHome => self.home.clone(),
+        }
+    }
+
+    /// Puts `sums` of the shard in place of those so far.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn set(&self, sums: &Tensor) -> Result<()> {
+        self.home.as_ref().map_or(Ok(()), |home| home.give_back(&(0..home.len()), sums))
     }
 }
 
 impl Bucket {
-    /// The final gradients of the elements `part`, which are among those that this rank has.
+    /// Where the final gradients of the elements `part` are, which are among those that this rank
+    /// has, and in which of its elements.
     ///
     /// # Errors
-    /// If they are not, or no gradient was reduced.
-    pub fn reduced(&self, part: &Range<usize>) -> Result<Tensor> {
-        let Some(shard) = &self.reduced else { return self.grads.narrow(part) };
+    /// If no gradient was reduced.
+    pub fn reduced_in(&self, part: &Range<usize>) -> Result<(LocalPart, Range<usize>)> {
+        let Some(shard) = &self.reduced else {
+            return Ok((self.grads.all()?.into(), part.clone()));
+        };
         let sums = shard
             .sums()
             .ok_or_else(|| Error::config("internal error: a step without reduced gradients"))?;
-        Ok(sums.narrow(0, offset_in(part, &shard.range), part.len())?)
+        let start = offset_in(part, &shard.range);
+        Ok((sums, start..start + part.len()))
+    }
+
+    /// The final gradients of the elements `part`, which are among those that this rank has, on the
+    /// device: a view if they are kept there.
+    ///
+    /// # Errors
+    /// As [`reduced_in`](Self::reduced_in), or if they cannot be read.
+    pub fn reduced(&self, part: &Range<usize>) -> Result<Tensor> {
+        let (sums, part) = self.reduced_in(part)?;
+        sums.lend(&part, self.grads.device())
     }
 }
 
@@ -237,7 +290,7 @@ impl ParamStore {
     pub fn release_grads(&self) {
         for bucket in self.buckets() {
             if let Some(shard) = &bucket.reduced {
-                *lock(&shard.sums) = None;
+                *lock(&shard.sums) = Sums::None;
             }
         }
         if !self.keeps_memory() {

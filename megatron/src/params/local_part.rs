@@ -96,9 +96,29 @@ impl LocalPart {
         }
     }
 
+    /// All of them, unless they are in files.
+    pub fn in_memory(&self) -> Option<&Tensor> {
+        match self {
+            Self::Device(tensor) | Self::Host(tensor) => Some(tensor),
+            Self::Files(_) => None,
+        }
+    }
+
     /// Bytes on the device.
     pub fn bytes_on_device(&self) -> usize {
         self.on_device().map_or(0, |tensor| tensor.elem_count() * tensor.dtype().size_in_bytes())
+    }
+
+    /// The elements `part` alone.
+    ///
+    /// # Errors
+    /// If they are not among these.
+    pub fn narrow(&self, part: &Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Self::Device(tensor) => Self::Device(narrowed(tensor, part)?),
+            Self::Host(tensor) => Self::Host(narrowed(tensor, part)?),
+            Self::Files(files) => Self::Files(files.narrow(part)?),
+        })
     }
 
     /// The elements `part` as a checkpoint reads and fills them.
@@ -171,6 +191,45 @@ impl LocalPart {
         self.write(part, fetch(from, done)?.tensor())
     }
 
+    /// The elements `part`, on the host: without a copy if they are there.
+    ///
+    /// # Errors
+    /// If they cannot be read or copied.
+    pub fn on_host(&self, part: &Range<usize>) -> Result<Tensor> {
+        match self {
+            Self::Device(tensor) if !tensor.device().is_cpu() => {
+                // Transferring a view would transfer its whole storage; a contiguous copy has only
+                // the needed elements.
+                let part = narrowed(tensor, part)?.force_contiguous()?;
+                Ok(part.to_device(&Device::Cpu)?)
+            }
+            Self::Device(tensor) | Self::Host(tensor) => narrowed(tensor, part),
+            Self::Files(_) => self.lend(part, &Device::Cpu),
+        }
+    }
+
+    /// As [`on_host`](Self::on_host), of all elements.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_on_host(&self) -> Result<Tensor> {
+        self.on_host(&(0..self.len()))
+    }
+
+    /// Puts the elements that [`on_host`](Self::on_host) gave back, from element `start` on.
+    ///
+    /// # Errors
+    /// If they cannot be written or copied.
+    pub fn put_back(&self, host: &Tensor, start: usize) -> Result<()> {
+        match self {
+            Self::Device(tensor) if !tensor.device().is_cpu() => {
+                Ok(tensor.slice_set(&host.to_device(tensor.device())?, 0, start)?)
+            }
+            Self::Device(_) | Self::Host(_) => Ok(()),
+            Self::Files(_) => self.write(&(start..start + host.elem_count()), host),
+        }
+    }
+
     /// Copies the elements `part` to `to`, on the host.
     ///
     /// # Errors
@@ -183,13 +242,22 @@ impl LocalPart {
     }
 
     /// Copies `from`, on the host, to the elements `part`.
-    fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn write(&self, part: &Range<usize>, from: &Tensor) -> Result<()> {
         match self {
             Self::Device(tensor) | Self::Host(tensor) => {
                 copy_on_host(from, &narrowed(tensor, part)?)
             }
             Self::Files(files) => files.narrow(part)?.write(from),
         }
+    }
+}
+
+impl From<Tensor> for LocalPart {
+    fn from(tensor: Tensor) -> Self {
+        Self::Device(tensor)
     }
 }
 

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use kernels::ops::remainders::join_value;
 use serde::{Deserialize, Serialize};
 
-use super::{FileBacked, Partition};
+use super::{FileBacked, LocalPart, Partition};
 use crate::Result;
 
 /// A contiguous run of local elements that lies, in row-major order, in a box of a logical tensor.
@@ -107,9 +107,9 @@ pub enum Elements {
     /// with copies of each other's weights agree.
     Halves {
         /// bf16: the values, rounded.
-        high: Tensor,
+        high: LocalPart,
         /// i16: the low halves of the fp32 values.
-        low: Option<Tensor>,
+        low: Option<LocalPart>,
     },
     /// In a file, which is read and written in parts.
     FileBacked(FileBacked),
@@ -122,10 +122,12 @@ impl Elements {
     /// If they cannot be read.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         match self {
-            Self::Tensor(tensor) | Self::Halves { high: tensor, low: None } => {
-                Ok(tensor.to_dtype(DType::F32)?.to_vec1()?)
+            Self::Tensor(tensor) => Ok(tensor.to_dtype(DType::F32)?.to_vec1()?),
+            Self::Halves { high, low: None } => {
+                Ok(high.all_on_host()?.to_dtype(DType::F32)?.to_vec1()?)
             }
             Self::Halves { high, low: Some(low) } => {
+                let (high, low) = (high.all_on_host()?, low.all_on_host()?);
                 let halves = high.to_vec1()?.into_iter().zip(low.to_vec1()?);
                 Ok(halves.map(|(high, low)| join_value(high, low)).collect())
             }

@@ -34,11 +34,12 @@ impl Placements {
         optimizer: Placement::Replicated,
     };
 
-    /// ZeRO's stage `stage` over `num_shards` ranks. Stages above 3 are 3. One rank shards nothing.
-    pub fn of_zero_stage(stage: u8, num_shards: usize) -> Self {
+    /// ZeRO's stage `stage`. Stages above 3 are 3. One rank shards nothing: with `one` all stages
+    /// are 0.
+    pub fn of_zero_stage(stage: u8, one: bool) -> Self {
         use Placement::{Replicated, Sharded};
         let [weights, gradients, optimizer] = match stage {
-            _ if num_shards == 1 => [Replicated; 3],
+            _ if one => [Replicated; 3],
             0 => [Replicated, Replicated, Replicated],
             1 => [Replicated, Replicated, Sharded],
             2 => [Replicated, Sharded, Sharded],

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use kernels::tensor::transfer::{Mark, fetch, mark};
 
-use super::{Elements, ShardRef, on_threads};
+use super::{Elements, LocalPart, ShardRef, on_threads};
 use crate::{Error, Result};
 
 /// Bytes that a thread copies at a time.
@@ -29,15 +29,21 @@ impl Elements {
         Ok(match self {
             Self::Tensor(tensor) => Self::Tensor(copy(tensor)?),
             Self::Halves { high, low } => {
-                Self::Halves { high: copy(high)?, low: low.as_ref().map(copy).transpose()? }
+                let copied = |part: &LocalPart| match part {
+                    LocalPart::Device(tensor) | LocalPart::Host(tensor) => {
+                        Ok(LocalPart::Host(copy(tensor)?))
+                    }
+                    LocalPart::Files(_) => Err(in_files()),
+                };
+                Self::Halves { high: copied(high)?, low: low.as_ref().map(copied).transpose()? }
             }
-            Self::FileBacked(_) => {
-                return Err(Error::config(
-                    "internal error: an in-memory copy of optimizer state that is kept in files",
-                ));
-            }
+            Self::FileBacked(_) => return Err(in_files()),
         })
     }
+}
+
+fn in_files() -> Error {
+    Error::config("internal error: an in-memory copy of elements that are kept in files")
 }
 
 /// Copies a contiguous one-dimensional tensor to the host.
@@ -97,7 +103,7 @@ mod tests {
         };
         let shards = [
             shard(buffer.narrow(0, 100, 150_000).unwrap().into()),
-            shard(Elements::Halves { high: high.clone(), low: Some(low.clone()) }),
+            shard(Elements::Halves { high: high.clone().into(), low: Some(low.clone().into()) }),
         ];
         let before: Vec<_> = shards.iter().map(|shard| shard.data.to_f32().unwrap()).collect();
         let copies = snapshot(&shards).unwrap();

@@ -17,8 +17,8 @@ use super::gradients::{GradientBuffer, GradientShard, Stale};
 use super::row_sums::RowSums;
 use super::weights::{Lending, Weights};
 use super::{
-    BucketLimit, ParamSpec, ParamsBuilder, Piece, PlacedBucket, PlacedParam, Placement, Placements,
-    Replica, initial_values,
+    BucketLimit, LocalPart, ParamSpec, ParamsBuilder, Piece, PlacedBucket, PlacedParam, Placement,
+    Placements, Replica, Residence, initial_values,
 };
 use crate::{Error, Result};
 
@@ -100,16 +100,14 @@ pub struct Master {
     pub range: Range<usize>,
     /// `[range.len()]`. For fp16 weights, the fp32 values. For bf16 weights, only the low halves
     /// (i16), because the weights are the high halves ([`kernels::ops::remainders`]).
-    pub values: Tensor,
+    pub values: LocalPart,
 }
 
 impl Master {
-    /// The stored values of the elements `part` of the bucket.
-    ///
-    /// # Errors
-    /// If `part` exceeds `range`.
-    pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
-        self.values.narrow(0, offset_in(part, &self.range), part.len())
+    /// Where the elements `part` of the bucket are in `values`.
+    pub fn place(&self, part: &Range<usize>) -> Range<usize> {
+        let start = offset_in(part, &self.range);
+        start..start + part.len()
     }
 
     /// Splits the elements `whole` of the bucket, in order, into parts inside the range (true) and
@@ -133,6 +131,10 @@ pub struct StoreOptions {
     pub limit: BucketLimit,
     /// What is sharded.
     pub placements: Placements,
+    /// Where weights live between their uses.
+    pub weights_in: Residence,
+    /// Where master weights, and gradients that are sharded, live between their uses.
+    pub optimizer_in: Residence,
     /// This rank among those that hold the same parameters.
     pub replica: Replica,
     /// Number of ranks that share each layer.
@@ -164,19 +166,40 @@ impl ParamsBuilder {
             )));
         }
         let layout = self.place(options.limit, replica.count(), options.tp);
-        let elements = layout.elements(placements, replica.num_shards);
+        let here = [&options.weights_in, &options.optimizer_in].map(|r| *r == Residence::Device);
+        let elements = layout.elements(placements, replica.num_shards, here);
         let grad_dtype = options.main_grad_dtype();
         let mut buckets = Vec::new();
-        for PlacedBucket { params, len, tied } in layout.buckets {
+        let StoreOptions { dtype, device, .. } = options;
+        let lens = |placement| {
+            let range = move |b: &PlacedBucket| replica.range(b.len, placement);
+            layout.buckets.iter().map(range).collect::<Vec<_>>()
+        };
+        let parts_of = |what, ranges: &[Range<usize>], dtype, residence| {
+            let parts: Vec<_> = ranges.iter().map(|range| (range.len(), dtype)).collect();
+            LocalPart::zeros(what, &parts, residence, device)
+        };
+        let kept = lens(placements.weights);
+        let weights = parts_of("weights", &kept, *dtype, &options.weights_in)?;
+        let shards = lens(placements.gradients);
+        // On the device, shards have memory only within a step.
+        let mut homes = Vec::new().into_iter();
+        let is_sharded = placements.gradients == Placement::Sharded;
+        if is_sharded && options.optimizer_in != Residence::Device {
+            let parts = parts_of("main gradients", &shards, grad_dtype, &options.optimizer_in)?;
+            homes = parts.into_iter();
+        }
+        let kept = kept.into_iter().zip(weights).zip(shards);
+        for (PlacedBucket { params, len, tied }, ((kept, weights), shard)) in
+            layout.buckets.into_iter().zip(kept)
+        {
             let held =
                 params.iter().map(|id| &layout.params[id.0]).map(|p| p.offset..p.offset + p.numel);
-            let keeps =
-                computes_ahead(&options.device) && placements.gradients == Placement::Replicated;
-            let grads = GradientBuffer::new(len, held, grad_dtype, &options.device, keeps)?;
-            let kept = replica.range(len, placements.weights);
-            let weights = Weights::zeros(len, kept, options.dtype, &options.device)?;
-            let reduced = (placements.gradients == Placement::Sharded)
-                .then(|| GradientShard::new(replica.range(len, placements.gradients)));
+            let keeps = computes_ahead(device) && !is_sharded;
+            let grads = GradientBuffer::new(len, held, grad_dtype, device, keeps)?;
+            let weights = Weights::new(len, kept, weights, device.clone());
+            let reduced =
+                is_sharded.then(|| GradientShard::new(shard, homes.next(), device.clone()));
             buckets.push(Bucket { params, len, weights, grads, reduced, master: None, tied });
         }
         let mut params: Vec<Param> = Vec::new();
@@ -293,10 +316,13 @@ impl ParamStore {
             DType::F16 => DType::F32,
             _ => return Ok(()),
         };
-        for bucket in &mut self.buckets {
-            let StoreOptions { placements, replica, .. } = self.options;
-            let range = replica.range(bucket.len, placements.optimizer);
-            let values = zeros("master weights", range.len(), dtype, &self.options.device)?;
+        let StoreOptions { placements, replica, ref optimizer_in, ref device, .. } = self.options;
+        let ranges = self.buckets.iter().map(|b| replica.range(b.len, placements.optimizer));
+        let ranges: Vec<_> = ranges.collect();
+        let parts: Vec<_> = ranges.iter().map(|range| (range.len(), dtype)).collect();
+        let values = LocalPart::zeros("master weights", &parts, optimizer_in, device)?;
+        for (bucket, (range, values)) in self.buckets.iter_mut().zip(ranges.into_iter().zip(values))
+        {
             bucket.master = Some(Master { range, values });
         }
         Ok(())
@@ -326,23 +352,27 @@ impl ParamStore {
         let from = |part: &Range<usize>| source.narrow(0, part.start - param.offset, part.len());
         let Some(master) = &bucket.master else {
             if !own.is_empty() {
-                kernels::ops::reduce::cast(&bucket.weights.narrow(&own)?, &from(&own)?)?;
+                let weight = bucket.weights.narrow(&own)?;
+                kernels::ops::reduce::cast(&weight, &from(&own)?)?;
+                bucket.weights.values().give_back(&bucket.weights.place(&own), &weight)?;
             }
             return Ok(());
         };
         for (part, kept) in master.parts(own) {
             let (from, weight) = (from(&part)?, bucket.weights.narrow(&part)?);
+            let low = kept.then(|| master.values.lend(&master.place(&part), &self.options.device));
+            let low = low.transpose()?;
             if self.options.dtype == DType::BF16 {
-                kernels::ops::remainders::split(
-                    &from,
-                    &weight,
-                    kept.then(|| master.narrow(&part)).transpose()?.as_ref(),
-                )?;
+                kernels::ops::remainders::split(&from, &weight, low.as_ref())?;
             } else {
                 kernels::ops::reduce::cast(&weight, &from)?;
-                if kept {
-                    kernels::ops::reduce::copy(&master.narrow(&part)?, &from)?;
+                if let Some(master) = &low {
+                    kernels::ops::reduce::copy(master, &from)?;
                 }
+            }
+            bucket.weights.values().give_back(&bucket.weights.place(&part), &weight)?;
+            if let Some(low) = &low {
+                master.values.give_back(&master.place(&part), low)?;
             }
         }
         Ok(())
@@ -357,7 +387,7 @@ impl ParamStore {
     /// units are counted as [`BucketLayout`] does.
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let masters = self.buckets.iter().filter_map(|bucket| bucket.master.as_ref());
-        let masters = masters.map(|m| m.values.elem_count() * m.values.dtype().size_in_bytes());
+        let masters = masters.map(|master| master.values.bytes_on_device());
         let ElementCounts { weights, gradients } = self.elements;
         let main = self.options.main_grad_dtype().size_in_bytes();
         [

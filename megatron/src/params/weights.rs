@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{DType, Device, Tensor};
-use kernels::tensor::device::{empty, zeros};
+use candle_core::{Device, Tensor};
+use kernels::tensor::device::empty;
 
-use super::ParamStore;
 use super::store::offset_in;
+use super::{LocalPart, ParamStore};
 use crate::comm::{Group, Work, lock};
 use crate::{Error, Result};
 
@@ -19,8 +19,9 @@ pub struct Weights {
     len: usize,
     kept: Range<usize>,
     /// `[kept.len()]`
-    values: Tensor,
-    /// All of them, if a shard is kept.
+    values: LocalPart,
+    device: Device,
+    /// All of them on the device, if they are not kept there.
     gathered: Mutex<Gathered>,
 }
 
@@ -43,18 +44,9 @@ impl std::fmt::Debug for Gathered {
 }
 
 impl Weights {
-    /// `len` zeros, of which this rank keeps the elements `kept`.
-    ///
-    /// # Errors
-    /// If the device cannot hold them.
-    pub(super) fn zeros(
-        len: usize,
-        kept: Range<usize>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        let values = zeros("weights", kept.len(), dtype, device)?;
-        Ok(Self { len, kept, values, gathered: Mutex::default() })
+    /// Weights of `len` elements, of which this rank keeps the elements `kept` as `values`.
+    pub(super) fn new(len: usize, kept: Range<usize>, values: LocalPart, device: Device) -> Self {
+        Self { len, kept, values, device, gathered: Mutex::default() }
     }
 
     /// The elements of the bucket that this rank keeps.
@@ -62,22 +54,35 @@ impl Weights {
         &self.kept
     }
 
-    /// The elements `part` of the bucket, which are among the kept ones.
-    ///
-    /// # Errors
-    /// If they are not.
-    pub fn narrow(&self, part: &Range<usize>) -> candle_core::Result<Tensor> {
-        self.values.narrow(0, offset_in(part, &self.kept), part.len())
+    /// Where the elements `part` of the bucket, which are among the kept ones, are in
+    /// [`values`](Self::values).
+    pub fn place(&self, part: &Range<usize>) -> Range<usize> {
+        let start = offset_in(part, &self.kept);
+        start..start + part.len()
     }
 
-    /// What this rank keeps, `[kept.len()]`.
-    pub fn values(&self) -> &Tensor {
+    /// The elements `part` of the bucket, which are among the kept ones, on the device: a view if
+    /// they are kept there.
+    ///
+    /// # Errors
+    /// If they are not among them, or cannot be read.
+    pub fn narrow(&self, part: &Range<usize>) -> Result<Tensor> {
+        self.values.lend(&self.place(part), &self.device)
+    }
+
+    /// What this rank keeps: `kept.len()` elements.
+    pub fn values(&self) -> &LocalPart {
         &self.values
     }
 
-    /// Whether layers have to wait for other ranks' shards.
-    fn is_sharded(&self) -> bool {
-        self.kept.len() < self.len
+    /// All of them, if this rank keeps them where it computes.
+    fn all_here(&self) -> Option<&Tensor> {
+        self.values.on_device().filter(|_| self.kept.len() == self.len)
+    }
+
+    /// Whether layers have to wait for other ranks' shards, or for files.
+    fn is_elsewhere(&self) -> bool {
+        self.all_here().is_none()
     }
 
     /// All of them, `[len]`.
@@ -85,8 +90,8 @@ impl Weights {
     /// # Errors
     /// If this rank keeps a shard and nobody has gathered the others.
     pub fn whole(&self) -> Result<Tensor> {
-        if !self.is_sharded() {
-            return Ok(self.values.clone());
+        if let Some(all) = self.all_here() {
+            return Ok(all.clone());
         }
         match &*lock(&self.gathered) {
             Gathered::There(all) => Ok(all.clone()),
@@ -100,12 +105,32 @@ impl Weights {
     /// Starts to gather them over the ranks that have the shards, unless they are there.
     fn gather(&self, shards: &Group) -> Result<()> {
         let mut gathered = lock(&self.gathered);
-        if self.is_sharded() && matches!(*gathered, Gathered::Nothing) {
-            let all = empty(self.len, self.values.dtype(), self.values.device())?;
-            let work = shards.all_gather(&self.values, &all)?;
-            *gathered = Gathered::Coming(all, work);
+        if self.is_elsewhere() && matches!(*gathered, Gathered::Nothing) {
+            let all = empty(self.len, self.values.dtype(), &self.device)?;
+            let own = match self.values.on_device() {
+                Some(own) => own.clone(),
+                None => {
+                    let own = all.narrow(0, self.kept.start, self.kept.len())?;
+                    self.values.copy_to(&(0..self.kept.len()), &own)?;
+                    own
+                }
+            };
+            *gathered = match shards.size() {
+                1 => Gathered::There(all),
+                _ => {
+                    let work = shards.all_gather(&own, &all)?;
+                    Gathered::Coming(all, work)
+                }
+            };
         }
         Ok(())
+    }
+
+    /// Has the system read what is in files, without waiting for it.
+    fn prefetch(&self) {
+        if matches!(*lock(&self.gathered), Gathered::Nothing) {
+            self.values.prefetch(0..self.kept.len());
+        }
     }
 
     /// Waits until they are there, if they are on their way.
@@ -170,6 +195,7 @@ impl<'a> UnitWindow<'a> {
         }
         let weights = |bucket: &usize| &self.store.buckets()[*bucket].weights;
         unit.iter().try_for_each(|bucket| weights(bucket).gather(&lending.shards))?;
+        self.units.get(at + 1).into_iter().flatten().for_each(|bucket| weights(bucket).prefetch());
         if lending.shards.overlaps()
             && let Some(following) = self.units.get(at + 1)
         {
@@ -211,10 +237,10 @@ impl std::fmt::Debug for Lending {
 }
 
 impl ParamStore {
-    /// Gathers sharded weights over `shards` when layers use them. With `reshards` they are freed
+    /// Gathers weights that are sharded, or kept elsewhere, over `shards` when layers use them. With `reshards` they are freed
     /// behind every pass; without, by [`release_weights`](Self::release_weights).
     pub fn lend_over(&mut self, shards: Group, reshards: bool) {
-        if self.buckets().iter().any(|bucket| bucket.weights.is_sharded()) {
+        if self.buckets().iter().any(|bucket| bucket.weights.is_elsewhere()) {
             self.lending = Some(Lending { shards, reshards });
         }
     }

@@ -39,7 +39,8 @@ impl Saved {
 ///
 /// The example is a feed-forward network with its own backward, split over tp as in Megatron-LM.
 /// [`AutogradLayer`](super::AutogradLayer) uses candle's backward instead;
-/// `examples/custom_layer.rs` adds one after each layer of a GPT.
+/// `examples/custom_layer.rs` adds one after each layer of a GPT, `examples/sharded_layer.rs` a layer
+/// like this one.
 ///
 /// ```
 /// use megatron::Result;

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 /// Settings that may differ between machines: locations of files. The content of the data is
 /// compared by its fingerprint instead.
-const LOCAL: [&str; 7] = [
+const LOCAL: [&str; 8] = [
     "data.data_path",
     "data.tokenizer",
     "data.tokenizer_options.merge_file",
@@ -20,6 +20,7 @@ const LOCAL: [&str; 7] = [
     "logging.metrics",
     "logging.tensorboard.dir",
     "optimizer.offload.nvme",
+    "parallel.param_offload.nvme",
 ];
 
 /// Succeeds if every rank of `world` has the same settings, data and program. Collective over
@@ -113,7 +114,7 @@ mod tests {
 
     use super::*;
     use crate::comm::threads;
-    use crate::config::{OptimizerOffload, TensorboardConfig, valid};
+    use crate::config::{Offload, TensorboardConfig, valid};
 
     fn leaves(value: Value) -> Map<String, Value> {
         let mut leaves = Map::new();
@@ -140,7 +141,7 @@ mod tests {
 
     #[test]
     fn machines_may_keep_things_in_other_folders_but_not_elsewhere() {
-        let agree = |offloads: [OptimizerOffload; 2]| {
+        let agree = |offloads: [Offload; 2]| {
             let ranks = threads::world(2).into_iter().zip(offloads).enumerate();
             thread::scope(|scope| {
                 let ranks: Vec<_> = ranks
@@ -161,9 +162,9 @@ mod tests {
                 ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Result<Vec<()>>>()
             })
         };
-        let nvme = |folder: &str| OptimizerOffload::Nvme(folder.into());
+        let nvme = |folder: &str| Offload::Nvme(folder.into());
         agree([nvme("/disk0"), nvme("/disk1")]).unwrap();
-        let refused = agree([nvme("/disk0"), OptimizerOffload::None]).unwrap_err().to_string();
+        let refused = agree([nvme("/disk0"), Offload::None]).unwrap_err().to_string();
         assert!(
             refused.contains(
                 "started differently: optimizer.offload is null on rank 0 and \"none\" on rank 1"

@@ -14,7 +14,7 @@ use super::metrics::StepMetrics;
 use super::state;
 use super::trainer::Trainer;
 use crate::config::{LossScaling, Precision, Takes};
-use crate::params::{Elements, ShardRef, StateKind};
+use crate::params::{Elements, LocalPart, ShardRef, StateKind};
 use crate::{Error, Result, checkpoint};
 
 /// Adds the step number to `error` if it reports divergence.
@@ -125,25 +125,35 @@ impl Trainer {
 /// weights with a low half, checking the high half suffices.
 fn nonfinite(shards: &[ShardRef]) -> Result<Option<&str>> {
     let mut alike: BTreeMap<&str, (Vec<usize>, Vec<Tensor>)> = BTreeMap::new();
+    let mut first: Option<usize> = None;
     for (at, shard) in shards.iter().enumerate().filter(|(_, shard)| shard.kind == StateKind::Param)
     {
+        let in_files = |part: LocalPart| -> Result<bool> {
+            let values = part.all_on_host()?;
+            Ok(sums_of_squares(&[&values])?.iter().all(|sum| sum.is_finite()))
+        };
         let values = match &shard.data {
-            Elements::Tensor(values) | Elements::Halves { high: values, .. } => values.clone(),
-            Elements::FileBacked(file_backed) => {
-                let values = Tensor::zeros(
-                    file_backed.len(),
-                    file_backed.dtype(),
-                    &candle_core::Device::Cpu,
-                )?;
-                file_backed.read(&values)?;
-                values
+            Elements::Tensor(values) => values.clone(),
+            Elements::Halves { high, .. } => match high.in_memory() {
+                Some(values) => values.clone(),
+                None if in_files(high.clone())? => continue,
+                None => {
+                    first = first.or(Some(at));
+                    continue;
+                }
+            },
+            // One at a time, since each is a copy.
+            Elements::FileBacked(files) => {
+                if !in_files(LocalPart::Files(files.clone()))? {
+                    first = first.or(Some(at));
+                }
+                continue;
             }
         };
         let (places, tensors) = alike.entry(values.dtype().as_str()).or_default();
         places.push(at);
         tensors.push(values);
     }
-    let mut first: Option<usize> = None;
     // One pass over the values of each dtype. f64 holds the square of any fp32 value.
     for (places, tensors) in alike.values() {
         let sums = sums_of_squares(&tensors.iter().collect::<Vec<_>>())?;
@@ -178,7 +188,7 @@ mod tests {
     #[test]
     fn the_first_parameter_that_is_not_finite_is_found_whatever_it_is_kept_in() {
         let halves = |high: bf16| Elements::Halves {
-            high: Tensor::new(&[bf16::ONE, high], &Device::Cpu).unwrap(),
+            high: Tensor::new(&[bf16::ONE, high], &Device::Cpu).unwrap().into(),
             low: None,
         };
         let fine = || {

@@ -10,7 +10,7 @@ use candle_core::DType;
 
 use super::model::{ModelBuilder, SavedActivations, layers_of_chunks, layout_of_stage, placements};
 use crate::Result;
-use crate::config::{OptimizerKind, OptimizerOffload, PositionEmbedding, Recompute, RunConfig};
+use crate::config::{Offload, OptimizerKind, PositionEmbedding, Recompute, RunConfig};
 use crate::params::{ElementCounts, Placement, Placements};
 use crate::pipeline::{Action, generate};
 use crate::topology::RankGrid;
@@ -46,11 +46,14 @@ impl Footprint {
         let layers = layers_of_chunks(p, model)?;
         let of_stage = |stage: usize| {
             let (layout, placements) = (layout_of_stage(p, model, stage)?, placements(p));
+            let here = [&p.param_offload, &config.optimizer.offload]
+                .map(|offload| !matches!(offload, Offload::Nvme(_)));
             let stepped = match placements.optimizer {
                 Placement::Sharded => layout.len() / p.num_shards(),
                 Placement::Replicated => layout.len(),
             };
-            let ElementCounts { weights, gradients } = layout.elements(placements, p.num_shards());
+            let ElementCounts { weights, gradients } =
+                layout.elements(placements, p.num_shards(), here);
             let elements = (weights as f64, gradients as f64);
             let mut footprint = Self::of_parameters(config, elements, stepped as f64);
             let chunks = layers.iter().skip(stage).step_by(pp);
@@ -90,7 +93,7 @@ impl Footprint {
         };
         // Sizes may be wrong by typing; that there are several shards is all that counts.
         let Placements { weights, gradients, optimizer } =
-            Placements::of_zero_stage(p.zero_stage, if shards > 1.0 { 2 } else { 1 });
+            Placements::of_zero_stage(p.zero_stage, shards <= 1.0);
         // The input of a microbatch's first layer.
         let stream = hidden / if p.sequence_parallel { tp } else { 1.0 };
         let activations = tokens(config) * stream * size_of(config.training.precision.dtype());
@@ -103,13 +106,14 @@ impl Footprint {
         let (dtype, o) = (config.training.precision.dtype(), &config.optimizer);
         let main = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let master = match dtype {
+            _ if matches!(o.offload, Offload::Nvme(_)) => 0.0,
             // The weights themselves are the high halves.
             DType::BF16 => 2.0,
             DType::F16 => 4.0,
             _ => 0.0,
         };
         let moments = match (&o.offload, o.kind) {
-            (OptimizerOffload::Nvme(_), _) => 0.0,
+            (Offload::Nvme(_), _) => 0.0,
             (_, OptimizerKind::Adam) => {
                 size_of(o.exp_avg_dtype.dtype(main)) + size_of(o.exp_avg_sq_dtype.dtype(main))
             }
@@ -234,8 +238,8 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     if matches!(t.precision, crate::config::Precision::Fp32) {
         flags.push("--bf16".into());
     }
-    if !matches!(o.offload, OptimizerOffload::Nvme(_)) {
-        flags.push("--offload-optimizer-nvme-path DIR (moments in files)".into());
+    if !matches!(o.offload, Offload::Nvme(_)) {
+        flags.push("--offload-optimizer nvme --nvme-path DIR (optimizer state in files)".into());
     }
     if all.moments > 0.0
         && o.kind == OptimizerKind::Adam
@@ -277,7 +281,7 @@ mod tests {
         config.training.precision = Precision::Bf16;
         config.optimizer.exp_avg_sq_dtype = MomentDtype::Bf16;
         assert_eq!(of(&config), [200.0, 400.0, 100.0, 300.0, 0.0]);
-        config.optimizer.offload = OptimizerOffload::Nvme("disk".into());
+        config.optimizer.offload = Offload::Nvme("disk".into());
         assert_eq!(of(&config)[3], 0.0);
         config.training.precision = Precision::Fp64;
         assert_eq!(of(&config), [800.0, 800.0, 0.0, 0.0, 0.0]);

@@ -10,19 +10,19 @@ use crate::comm::{Group, ReduceOp};
 use crate::config::{ModelConfig, ParallelConfig};
 use crate::context_parallel::ContextParallel;
 use crate::data::Loader;
-use crate::params::{BucketLimit, Placements, Role, ShardRef, StateKind, StoreOptions};
+use crate::params::{BucketLimit, Placements, Residence, Role, ShardRef, StateKind, StoreOptions};
 use crate::pipeline::{Stage, forward_only};
 use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Result, checkpoint};
 
 /// One rank's layers, with weights that are not initialized yet. Nothing is sharded without
-/// `sharding`.
+/// `sharding`, which also says where weights and the optimizer's elements are kept.
 pub(super) fn build_stage(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
     groups: &ProcessGroups,
-    sharding: Option<ReplicaGroups>,
+    sharding: Option<(ReplicaGroups, [Residence; 2])>,
     hidden: usize,
     seed: u64,
     dtype: DType,
@@ -33,12 +33,15 @@ pub(super) fn build_stage(
         Some(_) => (placements(parallel), bucket_limit(parallel)),
         None => (Placements::REPLICATED, BucketLimit::Elements(parallel.bucket_size)),
     };
-    let sharding = sharding.unwrap_or_else(|| ReplicaGroups::whole(groups.replicas.clone()));
+    let (sharding, [weights_in, optimizer_in]) = sharding
+        .unwrap_or_else(|| (ReplicaGroups::whole(groups.replicas.clone()), Default::default()));
     let mut params = builder.build(&StoreOptions {
         dtype,
         device: device.clone(),
         limit,
         placements,
+        weights_in,
+        optimizer_in,
         replica: sharding.replica(),
         tp: groups.tp.size(),
         tp_rank: groups.tp.rank(),

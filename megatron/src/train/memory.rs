@@ -7,7 +7,7 @@ use candle_core::Device;
 use super::footprint::{Footprint, advice, of_ranks};
 use super::memory_limit::{MemoryLimit, kib, memory_limit};
 use super::model::ModelBuilder;
-use crate::config::{OptimizerOffload, RunConfig};
+use crate::config::{Offload, RunConfig};
 use crate::{Error, Result};
 
 /// Largest resident set so far, in bytes (`VmHWM` of Linux's `/proc/self/status`); 0 if the system
@@ -92,13 +92,18 @@ pub fn require_memory<M: ModelBuilder>(
     if here.on_gpus {
         // The GPU's own allocator reports a lack of GPU memory. This check covers what is offloaded
         // to host memory.
-        let Some(limit) =
-            memory_limit().filter(|_| config.optimizer.offload == OptimizerOffload::Cpu)
-        else {
+        let [weights, optimizer] = [&config.parallel.param_offload, &config.optimizer.offload]
+            .map(|offload| f64::from(u8::from(*offload == Offload::Cpu)));
+        let Some(limit) = memory_limit().filter(|_| weights + optimizer > 0.0) else {
             return Ok(());
         };
         stages.iter_mut().for_each(|stage| {
-            *stage = Footprint { moments: stage.moments, ..Footprint::default() }
+            *stage = Footprint {
+                weights: weights * stage.weights,
+                masters: optimizer * stage.masters,
+                moments: optimizer * stage.moments,
+                ..Footprint::default()
+            }
         });
         return require(config, here, &stages, limit);
     }
@@ -212,7 +217,7 @@ mod tests {
              but there are 2.00 GiB (the limit of the cgroup)",
             "--use-distributed-optimizer",
             "--bf16",
-            "--offload-optimizer-nvme-path",
+            "--offload-optimizer nvme",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");
         }

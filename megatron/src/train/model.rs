@@ -2,10 +2,14 @@
 
 use std::ops::Range;
 
+use candle_core::Device;
+
 use crate::Result;
-use crate::config::{ParallelConfig, PartitionMethod, Recompute};
+use crate::config::{Offload, ParallelConfig, PartitionMethod, Recompute};
 use crate::optim::written;
-use crate::params::{BucketLayout, BucketLimit, ParamShare, ParamsBuilder, Placements, Replica};
+use crate::params::{
+    BucketLayout, BucketLimit, ParamShare, ParamsBuilder, Placements, Replica, Residence,
+};
 use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
 use crate::topology::{Axis, RankGrid};
 
@@ -104,9 +108,20 @@ pub(super) fn declare_stage(
     Ok((chunks, params))
 }
 
-/// What the replicas of a run shard.
+/// What the replicas of a run shard. Weights that are kept elsewhere are gathered from there even
+/// by one rank.
 pub(super) fn placements(parallel: &ParallelConfig) -> Placements {
-    Placements::of_zero_stage(parallel.zero_stage, parallel.num_shards())
+    let one = parallel.num_shards() == 1 && parallel.param_offload == Offload::None;
+    Placements::of_zero_stage(parallel.zero_stage, one)
+}
+
+/// Where a rank on `device` keeps what is offloaded so.
+pub(super) fn residence(offload: &Offload, device: &Device) -> Residence {
+    match offload {
+        Offload::Cpu if !device.is_cpu() => Residence::Host,
+        Offload::None | Offload::Cpu => Residence::Device,
+        Offload::Nvme(folder) => Residence::Files(folder.clone()),
+    }
 }
 
 /// What a bucket of a run holds at most.

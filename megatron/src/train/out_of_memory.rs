@@ -4,9 +4,7 @@ use candle_core::Device;
 use kernels::tensor::device::{Memory, memory};
 
 use crate::Error;
-use crate::config::{
-    MomentDtype, OptimizerKind, OptimizerOffload, Precision, Recompute, RunConfig,
-};
+use crate::config::{MomentDtype, Offload, OptimizerKind, Precision, Recompute, RunConfig};
 
 /// The memory that a rank keeps from step to step: uses and their bytes.
 pub(super) type MemoryByUse = Vec<(&'static str, usize)>;
@@ -106,8 +104,8 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
     {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
-    if o.offload == OptimizerOffload::None {
-        flags.push("--optimizer-cpu-offload (moments in host memory; longer steps)".into());
+    if o.offload == Offload::None {
+        flags.push("--offload-optimizer cpu (moments in host memory; longer steps)".into());
     }
     flags.push(format!(
         "a larger --tensor-model-parallel-size (now {}) or --pipeline-model-parallel-size (now {}) on more GPUs",
@@ -155,7 +153,7 @@ mod tests {
             "--micro-batch-size (now 8)",
             "--recompute-granularity selective or full",
             "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
-            "--optimizer-cpu-offload (moments in host memory",
+            "--offload-optimizer cpu (moments in host memory",
             "--tensor-model-parallel-size (now 4)",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
@@ -165,12 +163,13 @@ mod tests {
     #[test]
     fn flags_that_are_set_or_do_not_apply_are_not_advised() {
         let mut config = valid();
+        config.parallel.zero_stage = 3;
         config.training.micro_batch_size = 1;
         config.training.recompute = Recompute::Selective;
         config.training.precision = Precision::Bf16;
         (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype) =
             (MomentDtype::Bf16, MomentDtype::Bf16);
-        config.optimizer.offload = OptimizerOffload::Cpu;
+        config.optimizer.offload = Offload::Cpu;
         let flags = advice(&config, false);
         assert_eq!(flags.len(), 3, "{flags:?}");
         assert!(flags[0].contains("full (now selective)"));

@@ -9,8 +9,7 @@ use serde_json::{Map, Value};
 use super::progress::Progress;
 use crate::checkpoint::Manifest;
 use crate::config::{
-    ModelConfig, OptimizerConfig, OptimizerKind, OptimizerOffload, ParallelConfig, Precision,
-    RunConfig,
+    ModelConfig, Offload, OptimizerConfig, OptimizerKind, ParallelConfig, Precision, RunConfig,
 };
 use crate::optim::LossScalerState;
 use crate::params::StateKind;
@@ -289,10 +288,11 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
 /// If a path is not UTF-8; the message names its flag.
 pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let RunConfig { checkpoint, logging, data, .. } = config;
-    let offload = match &config.optimizer.offload {
-        OptimizerOffload::Nvme(folder) => Some(folder.as_path()),
-        OptimizerOffload::None | OptimizerOffload::Cpu => None,
+    let folder = |offload| match offload {
+        &Offload::Nvme(ref folder) => Some(folder.as_path()),
+        Offload::None | Offload::Cpu => None,
     };
+    let offload = folder(&config.optimizer.offload).or(folder(&config.parallel.param_offload));
     let paths = [
         ("--save", checkpoint.save.as_deref()),
         ("--load", checkpoint.load.as_deref()),
@@ -304,7 +304,7 @@ pub fn require_utf8(config: &RunConfig) -> Result<()> {
         ),
         ("--profile-dir", logging.profile.as_ref().map(|profile| profile.dir.as_path())),
         ("--cache-dir", Some(data.cache_dir.as_path())),
-        ("--offload-optimizer-nvme-path", offload),
+        ("--nvme-path", offload),
     ];
     let mut given = paths.into_iter().filter_map(|(flag, path)| Some((flag, path?)));
     match given.find(|(_, path)| path.to_str().is_none()) {

@@ -14,7 +14,7 @@ use super::flops::step_flops;
 use super::inference::build_stage;
 use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
-use super::model::ModelBuilder;
+use super::model::{ModelBuilder, residence};
 use super::out_of_memory::{MemoryByUse, explain};
 use super::progress::Progress;
 use super::schedules::Schedules;
@@ -143,7 +143,10 @@ impl Trainer {
         let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
         let copies = parallel.num_distributed_optimizer_instances;
         let replicas = ReplicaGroups::new(groups.replicas.clone(), copies)?;
-        let (sharding, hidden) = (Some(replicas.clone()), config.model.hidden_size);
+        let residences = [&parallel.param_offload, &config.optimizer.offload]
+            .map(|offload| residence(offload, device));
+        let sharding = Some((replicas.clone(), residences));
+        let hidden = config.model.hidden_size;
         let mut stage =
             build_stage(parallel, model, &groups, sharding, hidden, seed, dtype, device)?;
         stage.params.keep_masters()?;

@@ -112,8 +112,8 @@ const TOGETHER: [(&[&str], &[&str]); 12] = [
         &["tokenizer", "vocab_file", "merge_file"],
     ),
     (&["use_distributed_optimizer", "data_parallel_sharding_strategy"], &["zero_stage"]),
-    (&["optimizer_cpu_offload"], &["offload_optimizer_nvme_path"]),
-    (&["offload_optimizer_nvme_path"], &["optimizer_cpu_offload"]),
+    (&["optimizer_cpu_offload"], &["offload_optimizer"]),
+    (&["offload_optimizer_nvme_path"], &["offload_optimizer", "nvme_path"]),
 ];
 
 /// The checkpoint's settings for what `gathered` leaves open. The checkpoint is read only with

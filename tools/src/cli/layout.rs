@@ -1,7 +1,7 @@
 //! From the flags of a layout to a [`ParallelConfig`], with Megatron-LM's defaults.
 
 use megatron::comm::RankInfo;
-use megatron::config::{Origins, ParallelConfig, ScheduleKind};
+use megatron::config::{Offload, Origins, ParallelConfig, ScheduleKind};
 
 use super::flags::{LayoutFlags, STRATEGIES};
 use super::partition::Split;
@@ -98,6 +98,7 @@ impl LayoutResolver<'_> {
             zero_stage: self.zero_stage()?,
             num_distributed_optimizer_instances: p.num_distributed_optimizer_instances,
             zero_reshard_after_forward: p.zero_reshard_after_forward,
+            param_offload: Offload::None,
             overlap_grad_reduce: p.overlap_grad_reduce,
             bucket_size,
         })

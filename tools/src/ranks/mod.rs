@@ -11,7 +11,7 @@ use megatron::comm::rendezvous::ignored_world;
 use megatron::comm::{
     self, Backend, CommOptions, Group, RUN_SECRET, RankInfo, Rendezvous, Secret, World,
 };
-use megatron::config::{OptimizerOffload, ParallelConfig, RunConfig};
+use megatron::config::{ParallelConfig, RunConfig};
 use megatron::text::printable;
 
 use self::queues::{Queues, overlaps};
@@ -228,14 +228,6 @@ pub fn on_gpus(choice: Choice) -> bool {
 /// If flags contradict each other.
 pub fn check_features(choice: Choice, run: &RunConfig) -> Result<()> {
     let on_gpus = on_gpus(choice);
-    if run.optimizer.offload == OptimizerOffload::Cpu && !on_gpus {
-        return Err(Error::usage(
-            "--optimizer-cpu-offload moves the optimizer state from GPUs to host memory, but this \
-             run computes on the CPU, where it already is; leave it out. To save memory, \
-             --offload-optimizer-nvme-path keeps the state in files, and --exp-avg-dtype bf16 \
-             --exp-avg-sq-dtype bf16 halve the moments",
-        ));
-    }
     if run.training.enable_cuda_graph && !on_gpus {
         return Err(Error::usage(
             "--enable-cuda-graph records the work of a GPU, but this run computes on the CPU; \

@@ -219,11 +219,12 @@ fn a_tokenizer_that_is_broken_or_does_not_fit_the_data() {
 #[test]
 fn optimizer_state_that_cannot_be_elsewhere() {
     let site = Site::new();
-    both_refuse(
-        &site,
-        &["--optimizer-cpu-offload", "--device=cpu"],
-        &["this run computes on ", "leave it out"],
-    );
+    let words = ["--offload-param=nvme", "--zero-stage=3"];
+    both_refuse(&site, &words, &["offload_param = nvme (--offload-param)", "set nvme_path"]);
+    let words = ["--offload-param=nvme", "--nvme-path=state"];
+    both_refuse(&site, &words, &["offload_param = nvme (--offload-param)", "set zero_stage = 3"]);
+    let words = ["--offload-optimizer=none", "--optimizer-cpu-offload"];
+    both_refuse(&site, &words, &["offload_optimizer = none", "say different things"]);
     let both = ["--optimizer-cpu-offload", "--offload-optimizer-nvme-path=state"];
     both_refuse(
         &site,
@@ -244,7 +245,7 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
             "--batch-size 4: use --micro-batch-size and --global-batch-size",
             "from-megatron-lm.md",
         ),
-        ("--offload-param=cpu", "--optimizer-cpu-offload", deepspeed),
+        ("--cpu-offload-params", "--offload-param cpu", deepspeed),
         (
             "--deepspeed",
             "--deepspeed: use this program's flags for DeepSpeed's settings",

@@ -105,7 +105,7 @@ fn halves(values: &Tensor) -> Elements {
     let empty = |dtype| Tensor::zeros(values.dims(), dtype, &Device::Cpu).unwrap();
     let (high, low) = (empty(DType::BF16), empty(DType::I16));
     kernels::ops::remainders::split(values, &high, Some(&low)).unwrap();
-    Elements::Halves { high, low: Some(low) }
+    Elements::Halves { high: high.into(), low: Some(low.into()) }
 }
 
 impl Layout {

@@ -63,6 +63,7 @@ pub(crate) fn valid() -> RunConfig {
             zero_stage: 1,
             num_distributed_optimizer_instances: 1,
             zero_reshard_after_forward: true,
+            param_offload: crate::config::Offload::None,
             overlap_grad_reduce: true,
             bucket_size: 1000,
         },

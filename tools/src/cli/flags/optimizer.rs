@@ -2,10 +2,14 @@
 
 use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{ArgAction, Args, ValueEnum};
 use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 
 use super::choice;
+
+/// Where something may be kept, by DeepSpeed's names.
+const OFFLOADS: [&str; 3] = ["none", "cpu", "nvme"];
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Optimizer and learning rate, [optimizer]")]
@@ -108,11 +112,21 @@ pub struct MomentFlags {
     /// Dtype of Adam's second moment; bf16 takes half the memory and uses stochastic rounding
     #[arg(long, value_name = "DTYPE", default_value = "fp32", value_parser = choice::<MomentDtype>(&["fp32", "bf16"]))]
     pub exp_avg_sq_dtype: MomentDtype,
-    /// Keep Adam's moments (SGD's momentum) in host memory instead of GPU memory; steps take longer
+    /// Where optimizer state is kept between steps: moments, master weights and, under ZeRO-2 and 3,
+    /// gradients. On the device (`none`), for GPUs in host memory (`cpu`), or in files (`nvme`)
+    /// [default: none]
+    #[arg(long, value_name = "none|cpu|nvme", value_parser = PossibleValuesParser::new(OFFLOADS))]
+    pub offload_optimizer: Option<String>,
+    /// ZeRO-3: where weights are kept between their uses, like --offload-optimizer [default: none]
+    #[arg(long, value_name = "none|cpu|nvme", value_parser = PossibleValuesParser::new(OFFLOADS))]
+    pub offload_param: Option<String>,
+    /// Folder whose disk gets the unnamed files of `nvme`
+    #[arg(long, value_name = "DIR")]
+    pub nvme_path: Option<PathBuf>,
+    /// The same as --offload-optimizer cpu
     #[arg(long)]
     pub optimizer_cpu_offload: bool,
-    /// Keep Adam's moments (SGD's momentum) in unnamed files on the disk of this folder instead of
-    /// memory (like DeepSpeed's NVMe offload)
+    /// The same as --offload-optimizer nvme, in files on the disk of this folder
     #[arg(long, value_name = "DIR")]
     pub offload_optimizer_nvme_path: Option<PathBuf>,
 }

@@ -61,7 +61,7 @@ const RUNS: [&str; 7] = [
      --pipeline-partition=parameters --optimizer=sgd --sgd-momentum=0.5 --clip-grad=0 --min-lr=1e-5 --weight-decay=0.1 \
      --start-weight-decay=0 --end-weight-decay=0.1 --weight-decay-incr-style=cosine --optimizer-cpu-offload",
     "--data-path=x --train-iters=10 --adam-beta1=0.8 --adam-beta2=0.95 --adam-eps=1e-10 --exp-avg-dtype=bf16 --exp-avg-sq-dtype=bf16 \
-     --offload-optimizer-nvme-path=/tmp --split=8,1,1 --dataloader-type=single --eod-mask-loss --reset-position-ids --reset-attention-mask \
+     --offload-optimizer=nvme --zero-stage=3 --offload-param=nvme --nvme-path=/tmp --split=8,1,1 --dataloader-type=single --eod-mask-loss --reset-position-ids --reset-attention-mask \
      --cache-dir=cache --lr-warmup-fraction=1 --vocab-file=vocab.json --merge-file=merges.txt --split-special-tokens \
      --tokenizer-hf-no-include-special-tokens",
     "--data-path=x --train-iters=10 --save=saved --save-interval=2 --async-save --save-retain-interval=4 --most-recent-k=2 --log-interval=5 \
@@ -114,6 +114,8 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
         "no_check_for_nan_in_loss_and_grad",
         "use_distributed_optimizer",
         "data_parallel_sharding_strategy",
+        "optimizer_cpu_offload",
+        "offload_optimizer_nvme_path",
     ];
     let of_machines = [
         "bucket_size",

@@ -4,9 +4,9 @@ use std::fmt::{Debug, Display};
 use std::path::Path;
 
 use megatron::config::{
-    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, LossScaling, ModelConfig,
-    OptimizerConfig, OptimizerOffload, ParallelConfig, PartitionMethod, Precision, Recompute,
-    RopeScaling, TrainingConfig,
+    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, LossScaling, ModelConfig, Offload,
+    OptimizerConfig, ParallelConfig, PartitionMethod, Precision, Recompute, RopeScaling,
+    TrainingConfig,
 };
 use megatron::train::RecordedRun;
 use serde::Serialize;
@@ -44,7 +44,8 @@ pub fn text_of(run: &RecordedRun, places: &Places) -> Result<String> {
         text.training(training);
     }
     if let (Some(optimizer), Some(training)) = (&run.optimizer, &run.training) {
-        text.optimizer(optimizer, training)?;
+        let params = run.parallel.as_ref().map(|parallel| &parallel.param_offload);
+        text.optimizer(optimizer, training, params.unwrap_or(&Offload::None))?;
     }
     if let Some(checkpoint) = &run.checkpoint {
         text.checkpoint(checkpoint, places)?;
@@ -255,7 +256,12 @@ impl Text {
         }
     }
 
-    fn optimizer(&mut self, o: &OptimizerConfig, t: &TrainingConfig) -> Result<()> {
+    fn optimizer(
+        &mut self,
+        o: &OptimizerConfig,
+        t: &TrainingConfig,
+        params: &Offload,
+    ) -> Result<()> {
         self.section("optimizer");
         self.choice("optimizer", &o.kind);
         self.float("lr", o.lr);
@@ -282,10 +288,15 @@ impl Text {
         self.float("adam_eps", o.adam_eps);
         self.choice("exp_avg_dtype", &o.exp_avg_dtype);
         self.choice("exp_avg_sq_dtype", &o.exp_avg_sq_dtype);
-        match &o.offload {
-            OptimizerOffload::None => {}
-            OptimizerOffload::Cpu => self.put("optimizer_cpu_offload", true),
-            OptimizerOffload::Nvme(folder) => self.path("offload_optimizer_nvme_path", folder)?,
+        let name = |offload: &Offload| match offload {
+            Offload::None => "none",
+            Offload::Cpu => "cpu",
+            Offload::Nvme(_) => "nvme",
+        };
+        self.text("offload_optimizer", name(&o.offload));
+        self.text("offload_param", name(params));
+        if let (Offload::Nvme(folder), _) | (_, Offload::Nvme(folder)) = (&o.offload, params) {
+            self.path("nvme_path", folder)?;
         }
         self.float("sgd_momentum", o.sgd_momentum);
         self.float("clip_grad", o.clip_grad);

@@ -17,15 +17,8 @@ pub const DEEPSPEED: &[Entry] = &[
         "stage3-* contiguous-gradients round-robin-gradients",
     ),
     refuse("use --adam-beta1 and --adam-beta2", "betas"),
-    refuse(
-        "use --optimizer-cpu-offload or --offload-optimizer-nvme-path",
-        "offload-optimizer cpu-optimizer",
-    ),
-    refuse(
-        "weight offload (ZeRO-3) is not supported: --optimizer-cpu-offload and \
-         --offload-optimizer-nvme-path offload the optimizer state",
-        "offload-param cpu-offload-params remote-device",
-    ),
+    refuse("use --offload-optimizer cpu", "cpu-optimizer"),
+    refuse("use --offload-param cpu", "cpu-offload-params remote-device"),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
     refuse("use --global-batch-size", "train-batch-size"),
     refuse(

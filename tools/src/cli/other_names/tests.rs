@@ -64,7 +64,7 @@ fn every_name_is_listed_once() {
 fn names_of_other_programs_are_no_guesses() {
     let cases = [
         ("tp-size", "--tensor-model-parallel-size"),
-        ("offload-param", "--optimizer-cpu-offload"),
+        ("cpu-offload-params", "--offload-param cpu"),
         ("num-train-epochs", "--train-iters"),
         ("train-batch-size", "--global-batch-size"),
     ];

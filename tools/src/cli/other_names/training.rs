@@ -114,13 +114,13 @@ pub const TABLE: &[Entry] = &[
     ),
     leave_out(
         Nothing,
-        "--optimizer-cpu-offload keeps all moments in host memory and transfers them when needed",
+        "--offload-optimizer cpu keeps all moments in host memory and transfers them when needed",
         "use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params \
          pin-cpu-grads pin-cpu-params",
     ),
     leave_out(
         One,
-        "--optimizer-cpu-offload keeps all moments in host memory and transfers them when needed",
+        "--offload-optimizer cpu keeps all moments in host memory and transfers them when needed",
         "optimizer-offload-fraction",
     ),
     leave_out(

@@ -68,8 +68,9 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     }
     let flags = &gathered.flags.parallel;
     let on_gpus = crate::ranks::on_gpus(flags.device);
-    let parallel =
+    let mut parallel =
         resolve_layout(&flags.layout, &mut r.origins, launcher, model.num_layers, on_gpus)?;
+    parallel.param_offload = r.param_offload()?;
     let training = r.training(&required, &parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
@@ -93,6 +94,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
         notes.push(format!("note: {mock} generates data; data_path is not read"));
     }
     notes.extend(r.without_effect(&run, gathered));
+    notes.extend(r.note_on_offload(&run, on_gpus));
     if distributed.backend == Backend::Nccl && !on_gpus {
         notes.push(format!(
             "{}: this run computes on CPUs, so ranks exchange data through shared memory, or over TCP between machines",

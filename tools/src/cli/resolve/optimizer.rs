@@ -1,6 +1,8 @@
 //! `[optimizer]`, and lengths in steps or samples.
 
-use megatron::config::{DecayStyle, OptimizerConfig, OptimizerOffload, TrainingConfig};
+use std::path::PathBuf;
+
+use megatron::config::{DecayStyle, Offload, OptimizerConfig, RunConfig, TrainingConfig};
 
 use super::{Required, Resolver};
 use crate::error::{Error, Result};
@@ -43,19 +45,7 @@ impl Resolver<'_> {
                 self.origins.cite("lr_decay_style", "WSD")
             )));
         }
-        let moments = &o.moments;
-        let offload = match (moments.optimizer_cpu_offload, &moments.offload_optimizer_nvme_path) {
-            (false, None) => OptimizerOffload::None,
-            (true, None) => OptimizerOffload::Cpu,
-            (false, Some(folder)) => OptimizerOffload::Nvme(folder.clone()),
-            (true, Some(folder)) => {
-                return Err(Error::usage(format!(
-                    "{} and {} both move the optimizer state; leave one out",
-                    self.origins.cite("optimizer_cpu_offload", true),
-                    self.origins.cite("offload_optimizer_nvme_path", folder.display())
-                )));
-            }
-        };
+        let offload = self.optimizer_offload()?;
         Ok(OptimizerConfig {
             kind: o.optimizer,
             lr: required.lr,
@@ -76,6 +66,76 @@ impl Resolver<'_> {
             offload,
             sgd_momentum: o.sgd_momentum,
             clip_grad: o.clip_grad,
+        })
+    }
+
+    /// Where optimizer state is kept, by whichever of the flags says it.
+    fn optimizer_offload(&self) -> Result<Offload> {
+        let o = &self.flags.optimizer.moments;
+        let older = match (o.optimizer_cpu_offload, &o.offload_optimizer_nvme_path) {
+            (false, None) => None,
+            (true, None) => Some((Offload::Cpu, self.origins.cite("optimizer_cpu_offload", true))),
+            (false, Some(folder)) => {
+                let cited = self.origins.cite("offload_optimizer_nvme_path", folder.display());
+                Some((Offload::Nvme(folder.clone()), cited))
+            }
+            (true, Some(folder)) => {
+                return Err(Error::usage(format!(
+                    "{} and {} both move the optimizer state; leave one out",
+                    self.origins.cite("optimizer_cpu_offload", true),
+                    self.origins.cite("offload_optimizer_nvme_path", folder.display())
+                )));
+            }
+        };
+        let Some(kind) = o.offload_optimizer.as_deref() else {
+            return Ok(older.map_or(Offload::None, |(offload, _)| offload));
+        };
+        let path = o.nvme_path.as_ref().or(o.offload_optimizer_nvme_path.as_ref());
+        let new = self.offload("offload_optimizer", kind, path)?;
+        match older {
+            Some((older, cited)) if older != new => Err(Error::usage(format!(
+                "{} and {cited} say different things; leave one out",
+                self.origins.cite("offload_optimizer", kind)
+            ))),
+            _ => Ok(new),
+        }
+    }
+
+    /// Where weights are kept.
+    pub(super) fn param_offload(&self) -> Result<Offload> {
+        let o = &self.flags.optimizer.moments;
+        let kind = o.offload_param.as_deref().unwrap_or("none");
+        let path = o.nvme_path.as_ref().or(o.offload_optimizer_nvme_path.as_ref());
+        self.offload("offload_param", kind, path)
+    }
+
+    fn offload(&self, key: &str, kind: &str, path: Option<&PathBuf>) -> Result<Offload> {
+        match (kind, path) {
+            ("cpu", _) => Ok(Offload::Cpu),
+            ("nvme", Some(folder)) => Ok(Offload::Nvme(folder.clone())),
+            ("nvme", None) => Err(Error::usage(format!(
+                "{} needs the folder whose disk gets the files; set nvme_path",
+                self.origins.cite(key, kind)
+            ))),
+            _ => Ok(Offload::None),
+        }
+    }
+
+    /// What to say of elements that are moved to the memory of a CPU by a run that computes there.
+    pub(super) fn note_on_offload(&self, run: &RunConfig, on_gpus: bool) -> Option<String> {
+        let moved =
+            [(&run.optimizer.offload, "optimizer state"), (&run.parallel.param_offload, "weights")];
+        let moved = moved.into_iter().filter(|(offload, _)| **offload == Offload::Cpu);
+        let what: Vec<&str> = moved.map(|(_, what)| what).collect();
+        (!on_gpus && !what.is_empty()).then(|| {
+            format!(
+                "note: this run computes on the CPU, so offload to `cpu` changes nothing: {} in host memory \
+                 already. `nvme` keeps them in files",
+                match what[..] {
+                    [one] => format!("{one} {}", if one == "weights" { "are" } else { "is" }),
+                    _ => format!("{} are", what.join(" and ")),
+                }
+            )
         })
     }
 

@@ -1,6 +1,6 @@
 //! Given settings without effect because of other settings.
 
-use megatron::config::{DecayStyle, OptimizerKind, PositionEmbedding, RunConfig};
+use megatron::config::{DecayStyle, Offload, OptimizerKind, PositionEmbedding, RunConfig};
 
 use super::Resolver;
 use crate::cli::Gathered;
@@ -15,7 +15,9 @@ impl Resolver<'_> {
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
-        let cases: [(bool, &str, &[&str]); 11] = [
+        let in_files =
+            [&o.offload, &p.param_offload].iter().any(|to| matches!(to, Offload::Nvme(_)));
+        let cases: [(bool, &str, &[&str]); 12] = [
             (
                 p.tensor_model_parallel_size == 1,
                 "tensor_model_parallel_size is 1",
@@ -32,6 +34,7 @@ impl Resolver<'_> {
                 ],
             ),
             (p.zero_stage == 0, "nothing is sharded", &["num_distributed_optimizer_instances"]),
+            (!in_files, "nothing is kept in files", &["nvme_path"]),
             (p.zero_stage < 3, "weights are not sharded", &["zero_reshard_after_forward"]),
             (
                 model.position_embedding != PositionEmbedding::Rope,

@@ -26,20 +26,20 @@ const EVEN: ChunkCosts = ChunkCosts {
 };
 const AXIS: &str = "time: 1 is a forward, gradients of inputs or gradients of weights";
 
-fn timed(schedule: &Schedule, chunk: ChunkCosts) -> Report {
-    let costs = Costs::even(schedule.pp(), schedule.num_chunks, chunk).unwrap();
-    simulate(schedule, &costs).unwrap()
+/// The same costs for all chunks of four stages.
+fn even(v: usize, chunk: ChunkCosts) -> Costs {
+    Costs::even(4, v, chunk).unwrap()
 }
 
 /// With weight gradients in the gaps.
-fn delayed(schedule: &Schedule) -> Schedule {
-    delay_weight_gradients(schedule, &Costs::even(schedule.pp(), 1, EVEN).unwrap()).unwrap()
+fn delayed(schedule: &Schedule, costs: &Costs) -> Schedule {
+    delay_weight_gradients(schedule, costs).unwrap()
 }
 
 /// Schedules of four stages, each with what is said of it.
-fn schedules(title: &str, schedules: &[(&str, Schedule, ChunkCosts)], axis: &str) -> String {
+fn schedules(title: &str, schedules: &[(&str, Schedule, Costs)], axis: &str) -> String {
     let reports: Vec<Report> =
-        schedules.iter().map(|(_, schedule, costs)| timed(schedule, *costs)).collect();
+        schedules.iter().map(|(_, schedule, costs)| simulate(schedule, costs).unwrap()).collect();
     let panels: Vec<Panel<'_>> = schedules
         .iter()
         .zip(&reports)
@@ -61,15 +61,20 @@ fn schedules(title: &str, schedules: &[(&str, Schedule, ChunkCosts)], axis: &str
 fn pictures() -> Vec<(&'static str, String)> {
     // A stage is two chunks of half its time, or one.
     let whole = ChunkCosts { forward: 2, input_gradients: 2, weight_gradients: 2, ..EVEN };
+    let equal = even(1, EVEN);
     let one = one_f_one_b(4, 6, 0).unwrap();
+    // The third stage has two layers; the last has one and the output matrix.
+    let last = ChunkCosts { forward: 3, ..EVEN };
+    let uneven = Costs::new(4, vec![EVEN, EVEN, whole, last]).unwrap();
+    let ahead = one_f_one_b(4, 6, 1).unwrap();
     vec![
         (
             "schedule-1f1b",
             schedules(
                 "GPipe and 1F1B: pp 4, 4 microbatches",
                 &[
-                    ("GPipe", gpipe(4, 4).unwrap(), EVEN),
-                    ("1F1B", one_f_one_b(4, 4, 0).unwrap(), EVEN),
+                    ("GPipe", gpipe(4, 4).unwrap(), equal.clone()),
+                    ("1F1B", one_f_one_b(4, 4, 0).unwrap(), equal.clone()),
                 ],
                 "time: 1 is a forward, 2 a backward",
             ),
@@ -79,8 +84,8 @@ fn pictures() -> Vec<(&'static str, String)> {
             schedules(
                 "1F1B and interleaved 1F1B: pp 4, 4 microbatches",
                 &[
-                    ("1F1B", one_f_one_b(4, 4, 0).unwrap(), whole),
-                    ("interleaved, v 2", interleaved(4, 2, 4).unwrap(), EVEN),
+                    ("1F1B", one_f_one_b(4, 4, 0).unwrap(), even(1, whole)),
+                    ("interleaved, v 2", interleaved(4, 2, 4).unwrap(), even(2, EVEN)),
                 ],
                 "time: 1 is the forward of half a stage, 2 its backward",
             ),
@@ -89,23 +94,22 @@ fn pictures() -> Vec<(&'static str, String)> {
             "schedule-delayed",
             schedules(
                 "Delayed weight gradients: pp 4, 6 microbatches",
-                &[("1F1B", one.clone(), EVEN), ("delayed (ZB-H1)", delayed(&one), EVEN)],
+                &[
+                    ("1F1B", one.clone(), equal.clone()),
+                    ("delayed (ZB-H1)", delayed(&one, &equal), equal.clone()),
+                ],
                 AXIS,
             ),
         ),
         (
             "schedule-extra-warmup",
             schedules(
-                "More forwards first: pp 4, 8 microbatches",
+                "More forwards first: pp 4, 6 microbatches, unequal stages",
                 &[
-                    ("delayed (ZB-H1)", delayed(&one_f_one_b(4, 8, 0).unwrap()), EVEN),
-                    (
-                        "delayed, 3 more forwards (ZB-H2)",
-                        delayed(&one_f_one_b(4, 8, 3).unwrap()),
-                        EVEN,
-                    ),
+                    ("delayed", delayed(&one, &uneven), uneven.clone()),
+                    ("delayed, 1 more forward", delayed(&ahead, &uneven), uneven.clone()),
                 ],
-                AXIS,
+                "time: 1 is a forward, gradients of inputs or gradients of weights of one layer",
             ),
         ),
         ("rank-grid", rank_grid::picture(&RankGrid::new(2, 1, 1, 2, 2).unwrap(), None)),

@@ -106,7 +106,7 @@ pub fn picture() -> String {
         svg.line((x, y), (x, y + 4.0), Colour::INK);
         svg.text((x, y + 6.0 + TEXT), TEXT, Anchor::Middle, Colour::INK, &tick.to_string());
     }
-    svg.label((left, y + TEXT + 24.0), "GiB; of activations the least that a step needs at once");
+    svg.label((left, y + TEXT + 24.0), "GiB; activations: the minimum that a step needs at once");
     let end = (right + width(" 000.0 GiB", TEXT) + 8.0).max(legend_end);
     svg.finish(end + MARGIN, y + TEXT + 24.0 + MARGIN)
 }

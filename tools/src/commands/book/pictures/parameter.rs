@@ -207,7 +207,7 @@ fn bucket(svg: &mut Svg, y: f64, layout: &BucketLayout, param: &PlacedParam) -> 
 /// The same bucket cut over dp.
 fn shards(svg: &mut Svg, y: f64, layout: &BucketLayout, param: &PlacedParam) -> f64 {
     let len = layout.buckets[param.bucket].len;
-    svg.label((MARGIN, y), "3. ZeRO-1 cuts the bucket over dp: each rank steps its part");
+    svg.label((MARGIN, y), "3. ZeRO-1 cuts the bucket over dp: each rank updates its part");
     let top = y + 10.0;
     for dp in 0..DP {
         let part = Replica::new(dp, DP, 1).range(len, Placement::Sharded);
