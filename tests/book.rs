@@ -99,6 +99,17 @@ fn every_page_is_in_the_table_of_contents() {
     }
 }
 
+#[test]
+fn the_table_of_contents_has_the_titles_of_the_pages() {
+    let docs = root().join("docs");
+    let summary = fs::read_to_string(docs.join("SUMMARY.md")).unwrap();
+    for line in summary.lines().filter_map(|line| line.strip_prefix("- [")) {
+        let (title, file) = line.split_once("](").unwrap();
+        let page = fs::read_to_string(docs.join(file.trim_end_matches(')'))).unwrap();
+        assert_eq!(page.lines().next(), Some(&*format!("# {title}")), "{file}");
+    }
+}
+
 /// The anchor of a heading: `## A step's end` has `a-steps-end`.
 fn anchor(heading: &str) -> String {
     let kept = |c: &char| c.is_alphanumeric() || [' ', '-', '_'].contains(c);

@@ -476,7 +476,8 @@ impl Check<'_> {
         }
         self.require(o.warmup_samples <= o.decay_samples, |c| {
             format!(
-                "the warm-up of {} samples ({}) must end no later than the decay, which ends after {} samples ({})",
+                "the warm-up of {} samples ({}) must end no later than the decay, which ends after {} samples ({}); \
+                 give fewer --lr-warmup-iters, or a part of the decay with --lr-warmup-fraction",
                 o.warmup_samples,
                 c.origins.of("lr_warmup").unwrap_or("warmup_samples"),
                 o.decay_samples,

@@ -78,12 +78,15 @@ fn classify(entries: &[&str]) -> Result<(Kind, Vec<PathBuf>)> {
         } else if bin.exists() || idx.exists() {
             prefixes.push(prefix);
         } else {
+            let advice = match of_preprocess(&prefix) {
+                Some(meant) => format!("did you mean {}?", meant.display()),
+                None => "give a text file, a folder of text, or the prefix of an indexed dataset"
+                    .to_string(),
+            };
+            let idx = idx.display();
             return Err(Error::data(
                 path,
-                format!(
-                    "does not exist, and neither does {}; give a text file, a folder of text, or the prefix of an indexed dataset",
-                    idx.display()
-                ),
+                format!("does not exist, and neither does {idx}; {advice}"),
             ));
         }
     }
@@ -99,6 +102,15 @@ fn classify(entries: &[&str]) -> Result<(Kind, Vec<PathBuf>)> {
         (Some(_), None) => Ok((Kind::Text, texts)),
         (None, Some(_)) => Ok((Kind::Indexed, prefixes)),
     }
+}
+
+/// The dataset that `megatron preprocess` writes for the output prefix `prefix`, if it exists.
+fn of_preprocess(prefix: &Path) -> Option<PathBuf> {
+    let mut name = prefix.as_os_str().to_owned();
+    name.push("_text_document");
+    let meant = PathBuf::from(name);
+    let (bin, idx) = indexed::pair_paths(&meant);
+    (bin.exists() && idx.exists()).then_some(meant)
 }
 
 #[cfg(test)]

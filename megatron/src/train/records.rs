@@ -18,20 +18,20 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the files of a run that continues after `done`. `goes_back` means that a checkpoint of
-    /// a later step exists.
+    /// Opens the files of a run that continues after `done`. `others` means that later steps in
+    /// them may belong to another run: a copy is kept.
     ///
     /// # Errors
     /// If a file cannot be written, or the metrics file contains something else.
     pub fn open(
         run: &RunConfig,
         done: &Progress,
-        goes_back: bool,
+        others: bool,
         reporter: &mut dyn Reporter,
     ) -> Result<Self> {
         let mut records = Self::default();
         if let Some(path) = &run.logging.metrics {
-            if goes_back && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
+            if others && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
                 reporter.message(&format!(
                     "{} continues after step {}; a copy with the later steps is {}",
                     path.display(),

@@ -30,14 +30,19 @@ pub fn samples_to_read(config: &RunConfig) -> Result<u64> {
 
 impl Trainer {
     /// Loads the checkpoint that the run continues from, if there is one, and reports differences.
-    /// Returns whether the run goes back: whether it skipped a later checkpoint than the one it
-    /// continues from. Collective over the world.
+    /// Returns whether the metrics may hold later steps that another run made: this one skipped a
+    /// later checkpoint than the one it continues from, or saves elsewhere. Collective over the
+    /// world.
     pub(super) fn resume(&mut self, reporter: &mut dyn Reporter) -> Result<bool> {
         preflight(&self.config)?;
         let Some(path) = checkpoint::to_load(&self.config.checkpoint)? else {
             if let Some(dir) = &self.config.checkpoint.load {
+                let weights = match &self.config.checkpoint.init_from_hf {
+                    Some(folder) => format!("the weights in {}", folder.display()),
+                    None => "initial weights".to_string(),
+                };
                 reporter.message(&format!(
-                    "no checkpoint in {}: starting from initial weights",
+                    "no checkpoint in {}: starting from {weights}",
                     dir.display()
                 ));
             }
@@ -92,7 +97,10 @@ impl Trainer {
         if let Some(note) = later.as_ref().and_then(|later| self.replaces(later)) {
             reporter.message(&note);
         }
-        Ok(later.is_some_and(|later| later.latest > manifest.iteration))
+        let skips = later.is_some_and(|later| later.latest > manifest.iteration);
+        let folder = checkpoint::checkpoints_folder(&path)?;
+        let save = self.config.checkpoint.save.as_ref();
+        Ok(skips || !save.is_some_and(|save| checkpoint::same_folder(save, &folder)))
     }
 
     /// The message about later checkpoints that a run which goes back will replace.

@@ -228,12 +228,18 @@ pub fn from_json(
         }
     }
     if !differences.is_empty() {
+        let mut advice = "use its settings or another checkpoint".to_string();
+        if let Some(positions) = theirs.get("max_position_embeddings").and_then(Value::as_u64)
+            && matches!(&differences[..], [only] if only.starts_with("max_position_embeddings"))
+        {
+            advice = match config.model.seq_length as u64 <= positions {
+                true => format!("for shorter samples add --max-position-embeddings {positions}"),
+                false => format!("it has learned {positions} positions, the longest --seq-length"),
+            };
+        }
         return Err(Error::checkpoint(
             path,
-            format!(
-                "it holds another architecture: {}; use its settings or another checkpoint",
-                differences.join(", ")
-            ),
+            format!("it holds another architecture: {}; {advice}", differences.join(", ")),
         ));
     }
     Ok(progress)

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgMatches, FromArgMatches};
 
 use super::flags::Flags;
@@ -82,7 +83,9 @@ pub fn gather(
     for other in &others {
         match other.judge(&line) {
             Verdict::PassedOver => passed_over.push(other.shown.clone()),
-            Verdict::Refused(why) => problems.of_others(&other.with_values(), why),
+            Verdict::Refused(why) => {
+                problems.of_others(&other.with_values(), why, other.entry.page())
+            }
             Verdict::Words(instead) => words.extend(instead.into_iter().map(OsString::from)),
         }
     }
@@ -90,7 +93,8 @@ pub fn gather(
         match other.entry.judge(&other.values, &line) {
             Verdict::PassedOver => passed_over.push(other.key.clone()),
             Verdict::Refused(why) => {
-                problems.key_of_others(&place(other.line), &format!("`{}`: {why}", other.key))
+                let message = format!("`{}`: {why}", other.key);
+                problems.key_of_others(&place(other.line), &message, other.entry.page());
             }
             Verdict::Words(instead) => {
                 settings.extend(instead.into_iter().map(|word| Setting::of(word, other.line)))
@@ -100,8 +104,8 @@ pub fn gather(
     file.problems.iter().for_each(|(at, message)| problems.key(&place(*at), message));
     problems.result()?;
     let (args, typed) = match words.len() == before.len() + own.len() {
-        true => parsed?,
-        false => pretrain_args(command, &words)?,
+        true => parsed.map_err(second_run_file)?,
+        false => pretrain_args(command, &words).map_err(second_run_file)?,
     };
 
     let typed = typed_origins(&typed, |_| true);
@@ -160,10 +164,23 @@ impl Layers<'_> {
     }
 }
 
+/// The error for a second run file, which is no word that clap expects.
+fn second_run_file(error: clap::Error) -> Stop {
+    match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(word))
+            if error.kind() == ErrorKind::UnknownArgument && word.ends_with(".toml") =>
+        {
+            Error::usage(format!("two run files: {word} is the second; name only one run file"))
+                .into()
+        }
+        _ => error.into(),
+    }
+}
+
 fn run_file_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {
     match (&args.run_file, &args.config) {
         (Some(run_file), Some(config)) => Err(Error::usage(format!(
-            "two run files: {} and --config {}; name one",
+            "two run files: {} and --config {}; name only one run file",
             run_file.display(),
             config.display()
         ))),

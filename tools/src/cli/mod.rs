@@ -14,9 +14,10 @@ pub mod words;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args};
 
@@ -68,8 +69,33 @@ pub enum Stop {
 
 impl From<clap::Error> for Stop {
     fn from(error: clap::Error) -> Self {
-        Self::Clap(error)
+        Self::Clap(in_plain_words(error))
     }
+}
+
+/// The same error, without Rust's words for a value that is not a number.
+fn in_plain_words(error: clap::Error) -> clap::Error {
+    let source = std::error::Error::source(&error).map(ToString::to_string);
+    let (Some(source), Some(because)) = (source, no_number(&error)) else { return error };
+    let text = error.to_string().replacen(&source, because, 1);
+    clap::Error::raw(error.kind(), text.trim_start_matches("error: "))
+}
+
+/// Why a value is not the number that its flag expects, if that is the error.
+fn no_number(error: &clap::Error) -> Option<&'static str> {
+    let source = std::error::Error::source(error)?;
+    if source.is::<ParseFloatError>() {
+        return Some("expects a number");
+    }
+    let value = match error.get(ContextKind::InvalidValue) {
+        Some(ContextValue::String(value)) => value.as_str(),
+        _ => "",
+    };
+    Some(match source.downcast_ref::<ParseIntError>()?.kind() {
+        IntErrorKind::PosOverflow => "the number is too large",
+        _ if value.parse::<i64>().is_ok_and(|number| number < 0) => "must not be negative",
+        _ => "expects a whole number",
+    })
 }
 
 impl From<Error> for Stop {

@@ -1,5 +1,7 @@
 //! Collects all errors in the names on a command line and in a run file into one message.
 
+use std::collections::BTreeSet;
+
 use crate::error::Error;
 
 /// The errors, in the order found.
@@ -9,8 +11,8 @@ pub struct Problems {
     flags: Vec<(String, Vec<String>)>,
     /// Errors of a run file, each preceded by its place.
     keys: Vec<String>,
-    /// Whether flags of other programs are among them.
-    others: bool,
+    /// Pages of docs/reference on flags of other programs that are among them.
+    pages: BTreeSet<&'static str>,
 }
 
 impl Problems {
@@ -21,9 +23,9 @@ impl Problems {
         }
     }
 
-    /// Adds a flag of another program.
-    pub fn of_others(&mut self, flag: &str, why: &str) {
-        self.others = true;
+    /// Adds a flag of another program, which `page` of docs/reference explains.
+    pub fn of_others(&mut self, flag: &str, why: &str, page: &'static str) {
+        self.pages.insert(page);
         self.add(flag, why);
     }
 
@@ -41,8 +43,8 @@ impl Problems {
     }
 
     /// A key of another program.
-    pub fn key_of_others(&mut self, place: &str, message: &str) {
-        self.others = true;
+    pub fn key_of_others(&mut self, place: &str, message: &str, page: &'static str) {
+        self.pages.insert(page);
         self.key(place, message);
     }
 
@@ -64,11 +66,14 @@ impl Problems {
             lines.iter_mut().for_each(|line| line.insert_str(0, "  "));
             lines.insert(0, "some settings cannot be used:".to_string());
         }
-        if self.others {
-            lines.push(
-                "docs/reference/from-megatron-lm.md explains how flags of other programs are handled"
-                    .to_string(),
-            );
+        if !self.pages.is_empty() {
+            let pages: Vec<_> =
+                self.pages.iter().map(|page| format!("docs/reference/{page}")).collect();
+            let explain = if pages.len() == 1 { "explains" } else { "explain" };
+            lines.push(format!(
+                "{} {explain} how flags of other programs are handled",
+                pages.join(" and ")
+            ));
         }
         Err(Error::usage(lines.join("\n")))
     }

@@ -74,9 +74,8 @@ pub struct RunFile {
 /// command line.
 pub fn read(path: &Path) -> Result<RunFile> {
     // A pipe is refused, because every rank reads the file and only one could read a pipe.
-    let text = files::read_text(path, MAX_BYTES).map_err(|source| Error::Io {
-        action: format!("read the run file {}", path.display()),
-        source,
+    let text = files::read_text(path, MAX_BYTES).map_err(|source| {
+        Error::usage(format!("cannot read the run file {}: {source}", path.display()))
     })?;
     parse(&text).map_err(|(line, message)| Error::RunFile {
         path: path.to_path_buf(),
@@ -353,6 +352,9 @@ fn show(value: &DeValue<'_>) -> String {
 fn reason(error: &clap::Error) -> String {
     if let Some(ContextValue::Strings(known)) = error.get(ContextKind::ValidValue) {
         return format!("expected one of {}", known.join(", "));
+    }
+    if let Some(because) = super::no_number(error) {
+        return because.to_string();
     }
     match std::error::Error::source(error) {
         Some(source) => source.to_string(),

@@ -119,15 +119,19 @@ impl<'a> Sorter<'a> {
                 }
             }
             Others::Launchers => {
-                if let Some(instead) = other_names::instead_of_launchers(&name) {
+                if let Some((instead, page)) = other_names::instead_of_launchers(&name) {
                     self.take(Takes::One);
-                    return self.sorted.problems.of_others(&shown, instead);
+                    return self.sorted.problems.of_others(&shown, instead, page);
                 }
             }
             Others::Generators => {
                 if let Some(instead) = other_names::instead_of_generators(&name) {
                     self.take(Takes::Several);
-                    return self.sorted.problems.of_others(&shown, instead);
+                    return self.sorted.problems.of_others(
+                        &shown,
+                        instead,
+                        other_names::MEGATRON_LM,
+                    );
                 }
             }
             Others::None => {}
@@ -157,7 +161,8 @@ impl<'a> Sorter<'a> {
             values.first().and_then(|value| other_names::refused_value(long, value))
             && self.others == Others::Trainers
         {
-            self.sorted.problems.of_others(&format!("--{long} {}", values[0]), because);
+            let shown = format!("--{long} {}", values[0]);
+            self.sorted.problems.of_others(&shown, because, other_names::MEGATRON_LM);
             if attached.is_none() {
                 self.take(Takes::One);
             }

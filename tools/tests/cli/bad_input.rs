@@ -238,15 +238,24 @@ fn optimizer_state_that_cannot_be_elsewhere() {
 
 #[test]
 fn flags_of_other_programs_are_told_what_to_use_instead() {
-    for (flag, instead) in [
-        ("--batch-size=4", "--batch-size 4: use --micro-batch-size and --global-batch-size"),
-        ("--cpu-offload-params", "--offload-param cpu"),
-        ("--deepspeed", "--deepspeed: use this program's flags for DeepSpeed's settings"),
+    let deepspeed = "from-deepspeed.md";
+    for (flag, instead, page) in [
+        (
+            "--batch-size=4",
+            "--batch-size 4: use --micro-batch-size and --global-batch-size",
+            "from-megatron-lm.md",
+        ),
+        ("--cpu-offload-params", "--offload-param cpu", deepspeed),
+        (
+            "--deepspeed",
+            "--deepspeed: use this program's flags for DeepSpeed's settings",
+            deepspeed,
+        ),
     ] {
         let output = megatron().args(["pretrain", flag]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{flag}");
         let text = stderr(&output);
-        assert!(text.contains(instead) && text.contains("from-megatron-lm.md"), "{flag}: {text}");
+        assert!(text.contains(instead) && text.contains(page), "{flag}: {text}");
     }
     for name in ["--max-new-tokens", "--num-tokens-to-generate", "--max-length", "--max_tokens"] {
         let output =

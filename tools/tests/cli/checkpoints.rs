@@ -77,6 +77,9 @@ fn a_manifest_or_pointer_that_is_damaged() {
 fn a_checkpoint_of_another_architecture() {
     let site = saved();
     both_refuse(&site, &["--num-layers=6"], &["num_layers is 4 there and 6 here"]);
+    let shorter = "for shorter samples add --max-position-embeddings 16";
+    both_refuse(&site, &["--seq-length=8"], &["max_position_embeddings is 16", shorter]);
+    both_refuse(&site, &["--seq-length=32"], &["learned 16 positions, the longest --seq-length"]);
     both_refuse(
         &site,
         &["--swiglu", "--tokenizer=train:300"],

@@ -38,6 +38,16 @@ fn pretrain_from(model: &Path, folder: &Path, name: &str, more: &[&str]) -> std:
     command.output().unwrap()
 }
 
+#[test]
+fn a_run_from_hugging_face_weights_does_not_tell_of_initial_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = pretrain(dir.path(), "llama-tiny", &["--load=saved", "--train-iters=1"]);
+    let log = stdout(&output);
+    assert!(output.status.success(), "{log}{}", stderr(&output));
+    assert!(log.contains("no checkpoint in saved: starting from the weights in "), "{log}");
+    assert!(!log.contains("initial weights"), "{log}");
+}
+
 fn follows_pytorch(name: &str, layout: &str) {
     let dir = tempfile::tempdir().unwrap();
     let output = pretrain(dir.path(), name, &layout.split(' ').collect::<Vec<_>>());

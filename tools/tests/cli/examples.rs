@@ -227,7 +227,7 @@ fn the_hosts_of_the_hostfile_train_together() {
     let small = format!("{SHORT} {SMALL_LLAMA} --data-path text.txt --tokenizer byte");
     let words = [words_of(&own), words[1..].to_vec(), words_of(&small)].concat();
     let said = stdout(&succeed(&site, &words));
-    assert!(said.contains("tp 4 · pp 2 · dp 2 · sequence parallel"), "{said}");
+    assert!(said.contains("tp 4 · pp 2 · dp 2 · ZeRO-1 · sequence parallel"), "{said}");
     let asked = fs::read_to_string(site.path("ssh.hosts")).unwrap();
     assert_eq!(BTreeSet::from_iter(asked.lines()), BTreeSet::from(["node0", "node1"]));
     site.assert_nothing_left();

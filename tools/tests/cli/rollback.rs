@@ -63,6 +63,17 @@ fn a_run_goes_back_and_says_what_it_will_replace_and_when() {
 }
 
 #[test]
+fn the_metrics_of_a_run_that_is_continued_elsewhere_are_kept_in_a_copy() {
+    let site = saved();
+    let whole = fs::read_to_string(site.path("metrics.jsonl")).unwrap();
+    let flags = ["--load=saved", "--ckpt-step=4", "--save=elsewhere", "--exit-interval=5"];
+    let log = stdout(&site.succeed(&flags));
+    assert!(log.contains("a copy with the later steps is metrics.jsonl.1"), "{log}");
+    assert_eq!(fs::read_to_string(site.path("metrics.jsonl.1")).unwrap(), whole);
+    assert_eq!(site.last_step(), 5);
+}
+
+#[test]
 fn what_retention_will_remove_is_not_said_to_stay() {
     for (retention, said, left) in [
         (

@@ -139,9 +139,61 @@ fn an_unknown_key_names_its_line_and_the_nearest() {
 }
 
 #[test]
+fn values_of_the_wrong_kind_are_told_in_plain_words() {
+    for (flags, part) in [
+        (&["--zero-stage", "4"][..], "'--zero-stage <0|1|2|3>': must be 0, 1, 2 or 3"),
+        (&["--num-layers=four"], "'--num-layers <N>': expects a whole number"),
+        (&["--num-layers=-4"], "'--num-layers <N>': must not be negative"),
+        (&["--lr=high"], "'--lr <X>': expects a number"),
+        (&["second.toml"], "two run files: second.toml is the second; name only one run file"),
+        (&["--lr-warmup-iters=11"], "give fewer --lr-warmup-iters, or a part of the decay with"),
+    ] {
+        refused(&pretrain("", "", flags), &[part]);
+    }
+    refused(
+        &pretrain("num_layers = 4", "num_layers = -4", &[]),
+        &["`num_layers` under [model] cannot be -4: must not be negative"],
+    );
+}
+
+/// Flags of each program are explained on a page about it.
+#[test]
+fn flags_of_other_programs_name_their_page() {
+    for (flags, page) in [
+        (&["--zero_optimization", "3"][..], "from-deepspeed.md explains"),
+        (&["--per_device_train_batch_size", "3"], "from-torchrun.md explains"),
+        (&["--num-experts", "3"], "from-megatron-lm.md explains"),
+        (
+            &["--num-experts", "3", "--gas", "2"],
+            "from-deepspeed.md and docs/reference/from-megatron-lm.md explain how",
+        ),
+    ] {
+        refused(&pretrain("", "", flags), &[page]);
+    }
+    let launch = |flags: &[&str]| megatron().arg("launch").args(flags).output().unwrap();
+    refused(&launch(&["--tee", "3", "--", "true"]), &["from-torchrun.md explains"]);
+    refused(&launch(&["--num_gpus", "3", "--", "true"]), &["from-deepspeed.md explains"]);
+    let output = launch(&["--ssh-port", "22", "--", "true"]);
+    refused(&output, &["--ssh-port has no effect without --hostfile"]);
+}
+
+#[test]
+fn a_refused_run_leaves_no_empty_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let save = folder.path().join("new/checkpoints");
+    let save = save.to_str().unwrap();
+    for ranks in ["1", "2"] {
+        let flags = ["--data-path=no-such-data", "--save", save, "--data-parallel-size", ranks];
+        let output = pretrain("", "", &flags);
+        assert!(stderr(&output).contains("no-such-data: does not exist"), "{}", stderr(&output));
+        assert!(!folder.path().join("new").exists());
+    }
+}
+
+#[test]
 fn a_missing_run_file_is_named() {
     let output = megatron().args(["pretrain", "--config", "/no/run.toml"]).output().unwrap();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     assert_eq!(
         stderr(&output),
         "error: cannot read the run file /no/run.toml: No such file or directory (os error 2)\n"

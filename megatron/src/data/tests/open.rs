@@ -172,6 +172,14 @@ fn data_and_settings_that_do_not_fit_are_refused_with_advice() {
         );
     };
     case(&[], None, 4, None, &["--data-path"]);
+    counting(&root.join("y_text_document"), &[10]);
+    case(
+        &[&root.join("y")],
+        None,
+        4,
+        None,
+        &["y: does not exist", "did you mean", "y_text_document?"],
+    );
     case(&[&root.join("none")], None, 4, None, &["none: does not exist", "none.idx"]);
     case(&[&text], None, 4, None, &["t.txt", "--tokenizer"]);
     case(&[&text, &prefix], Some("byte"), 4, None, &["mixes text", "t.txt", "x"]);

@@ -97,7 +97,7 @@ pub struct LayoutFlags {
     pub use_distributed_optimizer: bool,
     /// Stage of ZeRO. Replicas shard nothing (0), optimizer state (1), also gradients (2), also
     /// weights (3, as FSDP does) [default: 0]
-    #[arg(long, value_name = "0|1|2|3", value_parser = clap::value_parser!(u64).range(..=3))]
+    #[arg(long, value_name = "0|1|2|3", value_parser = stage_of_zero)]
     pub zero_stage: Option<u64>,
     /// Stage of ZeRO by Megatron-LM's names, which mean 0, 1, 2 and 3 in this order
     #[arg(long, value_name = "KIND", value_parser = PossibleValuesParser::new(STRATEGIES))]
@@ -155,4 +155,11 @@ fn backends() -> impl TypedValueParser<Value = Backend> {
         "nccl" => Backend::Nccl,
         _ => Backend::Auto,
     })
+}
+
+fn stage_of_zero(text: &str) -> Result<u64, String> {
+    match text.parse() {
+        Ok(stage @ 0..=3) => Ok(stage),
+        _ => Err("must be 0, 1, 2 or 3".to_string()),
+    }
 }

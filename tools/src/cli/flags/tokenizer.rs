@@ -11,8 +11,9 @@ use crate::error::{Error, Result};
 /// The flags of every command that tokenizes text.
 #[derive(Args, Clone, Debug, Default)]
 pub struct TokenizerFlags {
-    /// `byte`, a tokenizer.json or its folder, `null:VOCAB` (numbers), or, for `pretrain`,
-    /// `train:VOCAB` to train a BPE of that size on the data (cached)
+    /// `byte`, a tokenizer.json or its folder, `null:N` (numbers below N; with the end-of-document
+    /// token N + 1 tokens), or, for `pretrain`, `train:VOCAB` to train a BPE of that size on the
+    /// data (cached)
     #[arg(long, value_name = "TOKENIZER")]
     pub tokenizer: Option<String>,
     /// Megatron-LM's tokenizer type: GPT2BPETokenizer (--vocab-file, --merge-file),

@@ -20,6 +20,11 @@ mod values;
 
 use std::collections::BTreeMap;
 
+/// Pages of docs/reference.
+pub const MEGATRON_LM: &str = "from-megatron-lm.md";
+const DEEPSPEED: &str = "from-deepspeed.md";
+const TORCHRUN: &str = "from-torchrun.md";
+
 pub use launchers::instead_of_launchers;
 pub use programs::instead_of_generators;
 pub use values::refused_value;
@@ -153,6 +158,16 @@ const fn judged(
 }
 
 impl Entry {
+    /// The page of docs/reference about the program that has this flag.
+    pub fn page(&self) -> &'static str {
+        let is_in = |table: &[Self]| table.iter().any(|entry| entry.names == self.names);
+        match () {
+            () if is_in(programs::DEEPSPEED) => DEEPSPEED,
+            () if is_in(programs::HUGGING_FACE) => TORCHRUN,
+            () => MEGATRON_LM,
+        }
+    }
+
     pub fn judge(&self, values: &[String], line: &Line) -> Verdict {
         let refused_if = |refused: bool| {
             if refused { Verdict::Refused(self.because) } else { Verdict::PassedOver }
@@ -177,14 +192,16 @@ fn same_value(a: &str, b: &str) -> bool {
     a == b || matches!((a.parse::<f64>(), b.parse::<f64>()), (Ok(a), Ok(b)) if a == b)
 }
 
-const TABLES: [&[Entry]; 7] = [
+const TABLES: [&[Entry]; 9] = [
     model::TABLE,
     training::TABLE,
     parallel::TABLE,
     files::TABLE,
     reports::TABLE,
     capabilities::TABLE,
-    programs::TABLE,
+    programs::DEEPSPEED,
+    programs::SIZES,
+    programs::HUGGING_FACE,
 ];
 
 fn entries() -> impl Iterator<Item = &'static Entry> {

@@ -3,13 +3,20 @@
 
 use super::{Entry, refuse};
 
-pub const TABLE: &[Entry] = &[
-    // DeepSpeed.
+/// DeepSpeed's.
+pub const DEEPSPEED: &[Entry] = &[
     refuse(
         "use this program's flags for DeepSpeed's settings, such as --zero-stage",
         "deepspeed deepspeed-config",
     ),
     refuse("use --zero-stage", "zero-optimization stage"),
+    refuse("use --overlap-grad-reduce", "overlap-comm"),
+    refuse("use --bucket-size", "reduce-bucket-size allgather-bucket-size"),
+    refuse(
+        "leave it out: layers are gathered whole",
+        "stage3-* contiguous-gradients round-robin-gradients",
+    ),
+    refuse("use --adam-beta1 and --adam-beta2", "betas"),
     refuse("use --offload-optimizer cpu", "cpu-optimizer"),
     refuse("use --offload-param cpu", "cpu-offload-params remote-device"),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
@@ -26,7 +33,10 @@ pub const TABLE: &[Entry] = &[
         "deepspeed-activation-checkpointing activation-checkpointing \
         gradient-checkpointing",
     ),
-    // Short names of a layout's sizes.
+];
+
+/// Short names of a layout's sizes.
+pub const SIZES: &[Entry] = &[
     refuse(
         "use --tensor-model-parallel-size",
         "tp-size tp tensor-parallel-size tensor-parallel tensor-parallel-degree",
@@ -38,7 +48,10 @@ pub const TABLE: &[Entry] = &[
     ),
     refuse("use --context-parallel-size", "cp-size cp context-parallel-degree"),
     refuse("use --data-parallel-size", "dp-size dp data-parallel-degree"),
-    // Hugging Face's Trainer and its example scripts.
+];
+
+/// Those of Hugging Face's Trainer and its example scripts, of Accelerate and torchrun.
+pub const HUGGING_FACE: &[Entry] = &[
     refuse(
         "use --train-iters or --train-samples",
         "num-train-epochs max-steps num-epochs epochs training-steps",

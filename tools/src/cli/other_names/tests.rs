@@ -182,13 +182,14 @@ fn the_documentation_says_the_same() {
 fn the_documentation_tells_of_the_same_launchers() {
     let launch = Cli::command().find_subcommand("launch").unwrap().clone();
     let known = |flag: &str| launch.get_arguments().any(|arg| arg.get_long() == Some(flag));
-    let pages = ["from-deepspeed.md", "from-torchrun.md"];
-    let flags = pages.map(|page| documented(page, "Launchers")).concat();
-    for (_, flag) in &flags {
-        assert!(instead_of_launchers(flag).is_some() != known(flag), "{flag}");
-    }
-    for (names, _) in OTHER_LAUNCHERS {
-        let told = |name: &&str| flags.iter().any(|(_, flag)| flag == *name);
-        assert!(names.iter().all(told), "{names:?} are not in the documentation");
+    for (table, page) in OTHER_LAUNCHERS {
+        let flags = documented(page, "Launchers");
+        for (_, flag) in &flags {
+            assert!(instead_of_launchers(flag).is_some() != known(flag), "{flag}");
+        }
+        for (names, _) in table {
+            let told = |name: &&str| flags.iter().any(|(_, flag)| flag == *name);
+            assert!(names.iter().all(told), "{page} does not list all of {names:?}");
+        }
     }
 }

@@ -53,27 +53,27 @@ pub struct LaunchArgs {
     pub hostfile: Option<PathBuf>,
     /// Hosts and slots of the hostfile to use, `HOST[:SLOT,…]@…`; slots are the GPUs that the
     /// host's ranks see
-    #[arg(long, value_name = "HOSTS", requires = "hostfile", conflicts_with = "exclude")]
+    #[arg(long, value_name = "HOSTS", conflicts_with = "exclude")]
     pub include: Option<String>,
     /// Hosts and slots of the hostfile to leave out
-    #[arg(long, value_name = "HOSTS", requires = "hostfile")]
+    #[arg(long, value_name = "HOSTS")]
     pub exclude: Option<String>,
     /// ssh, or a program that takes the same arguments
-    #[arg(long, value_name = "PROGRAM", default_value = "ssh", requires = "hostfile")]
+    #[arg(long, value_name = "PROGRAM", default_value = "ssh")]
     pub ssh_program: OsString,
     /// Port of ssh on the hosts
-    #[arg(long, value_name = "PORT", requires = "hostfile", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub ssh_port: Option<u16>,
     /// More arguments for ssh, as one word, such as '-i key -o StrictHostKeyChecking=no'
-    #[arg(long, value_name = "ARGUMENTS", requires = "hostfile", allow_hyphen_values = true)]
+    #[arg(long, value_name = "ARGUMENTS", allow_hyphen_values = true)]
     pub ssh_args: Option<String>,
     /// Environment variable to pass to ranks on other hosts, with its value here if none is given.
     /// Always passed: PATH, LD_LIBRARY_PATH, OMP_NUM_THREADS, RAYON_NUM_THREADS and variables that
     /// begin with NCCL_, UCX_, MEGATRON_, CUDA_, RUST_, PYTHON or TORCH_
-    #[arg(long, value_name = "NAME[=VALUE]", requires = "hostfile")]
+    #[arg(long, value_name = "NAME[=VALUE]")]
     pub export: Vec<String>,
     /// Path of this program on the hosts [default: its path here]
-    #[arg(long, value_name = "PATH", requires = "hostfile")]
+    #[arg(long, value_name = "PATH")]
     pub remote_program: Option<PathBuf>,
     /// The command: everything from the first word that is not one of these flags, or after `--`
     #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -86,6 +86,22 @@ impl LaunchArgs {
     /// # Errors
     /// If flags contradict each other.
     pub fn check(&self) -> Result<()> {
+        let of_hosts = [
+            ("--include", self.include.is_some()),
+            ("--exclude", self.exclude.is_some()),
+            ("--ssh-program", self.ssh_program != "ssh"),
+            ("--ssh-port", self.ssh_port.is_some()),
+            ("--ssh-args", self.ssh_args.is_some()),
+            ("--export", !self.export.is_empty()),
+            ("--remote-program", self.remote_program.is_some()),
+        ];
+        if self.hostfile.is_none()
+            && let Some((flag, _)) = of_hosts.into_iter().find(|(_, given)| *given)
+        {
+            return Err(Error::usage(format!(
+                "{flag} has no effect without --hostfile: it is about the hosts that the file lists"
+            )));
+        }
         if self.node_rank >= self.nnodes {
             return Err(Error::usage(format!(
                 "--node-rank {} must be below --nnodes {}; machines are counted from 0",

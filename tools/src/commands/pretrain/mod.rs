@@ -3,7 +3,7 @@
 mod rollback;
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 use candle_core::Device;
@@ -15,6 +15,7 @@ use megatron::{checkpoint, files};
 use models::Gpt;
 use models::hf::{self, HfConfig, HfFiles, HfModel};
 
+use super::reshard::describe_layout;
 use crate::cli::{Gathered, Resolved, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
@@ -43,11 +44,11 @@ pub fn run(settings: &Gathered) -> Result<u8> {
     }
     let world_size = resolved.run.parallel.world_size();
     match place {
-        Some(place) => rank(resolved, &place),
+        Some(place) => rank(resolved, &place, &[]),
         None if world_size == 1 && resolved.distributed.max_restarts == 0 => {
             ranks::check_features(resolved.distributed.device, &resolved.run)?;
-            check_outputs(&resolved.run, 0)?;
-            rank(resolved, &RankInfo::alone())
+            let made = check_outputs(&resolved.run, 0)?;
+            rank(resolved, &RankInfo::alone(), &made)
         }
         None => start_ranks(resolved, world_size),
     }
@@ -69,13 +70,14 @@ fn start_ranks(mut resolved: Resolved, world_size: usize) -> Result<u8> {
     ranks::check_number(&resolved.run.parallel)?;
     ranks::check_device(resolved.distributed.device)?;
     ranks::check_features(resolved.distributed.device, &resolved.run)?;
-    check_outputs(&resolved.run, 0)?;
+    let made = check_outputs(&resolved.run, 0)?;
     let description = ranks::with_threads(1, || {
         let description = open_data(&mut resolved)?.description;
         require_memory(&resolved, RanksHere { ranks: 0..world_size, others: 0, on_gpus: false })?;
         train::preflight(&resolved.run)?;
         Ok(description)
-    })?;
+    })
+    .inspect_err(|_: &Error| remove_empty(&made))?;
     resolved.notes.iter().chain(&description).for_each(|line| crate::print_line(line));
     // No time limit: ranks save when they are asked to stop.
     let variables = rollback::variables(&resolved);
@@ -116,8 +118,23 @@ fn advice(run: &RunConfig) -> Option<String> {
     })
 }
 
-/// Before anything is computed, refuses folders that `rank` must write to but cannot.
-fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
+/// Removes those of `folders` that are empty.
+fn remove_empty(folders: &[PathBuf]) {
+    for folder in folders {
+        // A folder that a run has written to stays.
+        let _ = std::fs::remove_dir(folder);
+    }
+}
+
+/// Before anything is computed, refuses folders that `rank` must write to but cannot. Returns the
+/// folders that it created, each before its parent.
+fn check_outputs(run: &RunConfig, rank: usize) -> Result<Vec<PathBuf>> {
+    let mut made = Vec::new();
+    create_outputs(run, rank, &mut made).inspect_err(|_| remove_empty(&made))?;
+    Ok(made)
+}
+
+fn create_outputs(run: &RunConfig, rank: usize, made: &mut Vec<PathBuf>) -> Result<()> {
     if let (Some(save), Some(_)) = (&run.checkpoint.save, &run.checkpoint.init_from_hf) {
         hf::refuse_model_folder(save)?;
     }
@@ -143,6 +160,11 @@ fn check_outputs(run: &RunConfig, rank: usize) -> Result<()> {
             .into_iter()
             .flatten()
     {
+        let missing = folder.ancestors().take_while(|folder| {
+            !folder.as_os_str().is_empty() && std::fs::symlink_metadata(folder).is_err()
+        });
+        let missing: Vec<_> = missing.map(Path::to_path_buf).collect();
+        made.splice(..0, missing);
         std::fs::create_dir_all(folder)
             .and_then(|()| tempfile::tempfile_in(folder))
             // On a full disk, files can be created but not filled.
@@ -248,12 +270,18 @@ fn explain_missing(error: megatron::Error, checkpoint: Option<&Path>) -> megatro
     }
 }
 
-/// Runs this process's part.
-fn rank(mut resolved: Resolved, place: &RankInfo) -> Result<u8> {
-    kernels::tensor::allocator::keep_freed();
-    let datasets = ranks::before_meeting(place, || open_data(&mut resolved))?;
-    require_memory(&resolved, ranks_here(place))?;
+/// Opens the data, and refuses what can be refused before ranks meet.
+fn prepare(resolved: &mut Resolved, place: &RankInfo) -> Result<Datasets> {
+    let datasets = ranks::before_meeting(place, || open_data(resolved))?;
+    require_memory(resolved, ranks_here(place))?;
     train::preflight(&resolved.run)?;
+    Ok(datasets)
+}
+
+/// Runs this process's part. A run that is refused leaves none of the folders `made` for it.
+fn rank(mut resolved: Resolved, place: &RankInfo, made: &[PathBuf]) -> Result<u8> {
+    kernels::tensor::allocator::keep_freed();
+    let datasets = prepare(&mut resolved, place).inspect_err(|_| remove_empty(made))?;
     let communicators = train::most_communicators(&resolved.run.parallel)?;
     let Joined { world, device, .. } =
         ranks::join(place, &resolved.distributed, None, communicators)?;
@@ -439,20 +467,13 @@ fn describe(run: &RunConfig, device: &Device) -> String {
     let (m, p, t) = (&run.model, &run.parallel, &run.training);
     let of = |batch: usize| (batch / (t.micro_batch_size * p.data_parallel_size)) as u64;
     format!(
-        "model: {:.1} M parameters in {}, vocabulary {} | {} on {} | tp {}{} · pp {} · dp {}{} | {}{} of {} · {}",
+        "model: {:.1} M parameters in {}, vocabulary {} | {} on {} | {}{} | {}{} of {} · {}",
         m.num_params() as f64 / 1e6,
         count(m.num_layers as u64, "layer"),
         m.vocab_size,
         t.precision,
         kernels::tensor::device::name(device),
-        p.tensor_model_parallel_size,
-        if p.context_parallel_size > 1 {
-            format!(" · cp {}", p.context_parallel_size)
-        } else {
-            String::new()
-        },
-        p.pipeline_model_parallel_size,
-        p.data_parallel_size,
+        describe_layout(p),
         if p.sequence_parallel && p.tensor_model_parallel_size > 1 {
             " · sequence parallel"
         } else {

@@ -29,7 +29,7 @@ const SOME_ITERS: u64 = 1 << 32;
 /// Takes a run file and flags as `pretrain` does, which `megatron pretrain --help` explains, and
 /// starts nothing. Shows which stage does what when, how long stages wait (the bubble), and how many
 /// microbatches they keep activations of. Data, learning rate and length of the run may be left out.
-/// Of ranks that a launcher starts, --data-parallel-size says how many replicas they make.
+/// If a launcher will start the ranks, give --data-parallel-size: it is not computed here.
 ///
 /// Passes cost what the model counts of their operations, messages nothing. In the drawing a0 is the
 /// forward of microbatch 0 through a stage's first chunk of layers (b0: its second), A0 the backward
