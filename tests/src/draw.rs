@@ -135,7 +135,7 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
         p.pipeline_model_parallel_size = r.one(&[1, 2, 2, 3, 4]);
         p.sequence_parallel = p.tensor_model_parallel_size > 1 && r.chance(60);
         p.zero_stage = r.one(&[0, 1, 2, 2, 3, 3]);
-        if p.zero_stage > 0 && p.num_replicas() % 2 == 0 && r.chance(30) {
+        if p.zero_stage > 0 && p.num_replicas().is_multiple_of(2) && r.chance(30) {
             p.num_distributed_optimizer_instances = 2;
         }
         p.zero_reshard_after_forward = r.chance(70);
