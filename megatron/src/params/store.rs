@@ -384,7 +384,7 @@ impl ParamStore {
     }
 
     /// Bytes of weights, of main gradients, and of master weights. Where they are sharded, whole
-    /// units are counted as [`BucketLayout`] does.
+    /// units are counted as [`BucketLayout`](super::BucketLayout) does.
     pub fn bytes_by_kind(&self) -> [(&'static str, usize); 3] {
         let masters = self.buckets.iter().filter_map(|bucket| bucket.master.as_ref());
         let masters = masters.map(|master| master.values.bytes_on_device());
