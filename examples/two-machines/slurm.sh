@@ -5,9 +5,9 @@
 #   sbatch examples/two-machines/slurm.sh
 #
 # Change: time, cores and, if your site requires them, --partition and --account. The signal's time
-# must be enough for a step and a save: 80 GB / the speed of the disk. Submit it from the folder that
-# the paths in run.toml are relative to. All machines must share this folder, and `megatron` must be
-# on the PATH there.
+# must be enough for a step and a save: 80 GB / the speed of the disk. Submit it from the folder
+# that the paths in run.toml are relative to. All machines must share this folder, and `megatron`
+# must be on the PATH there.
 
 #SBATCH --job-name=two-machines
 #SBATCH --nodes=2

@@ -546,12 +546,18 @@ impl Check<'_> {
             (&run.optimizer.offload, "optimizer state", "offload_optimizer"),
             (&run.parallel.param_offload, "weights", "offload_param"),
         ] {
-            let in_files = matches!(offload, Offload::Nvme(_));
-            self.require(!(run.checkpoint.async_save && in_files), |c| {
+            let Offload::Nvme(folder) = offload else { continue };
+            self.require(!run.checkpoint.async_save, |c| {
+                let older = "offload_optimizer_nvme_path";
+                let moved = match c.origins.of(older) {
+                    Some(origin) if key == "offload_optimizer" && origin != "default" => {
+                        c.cite(older, folder.display())
+                    }
+                    _ => c.cite(key, "nvme"),
+                };
                 format!(
-                    "{} copies the {what} in memory, but {} keeps them out of memory; leave one out",
-                    c.cite("async_save", true),
-                    c.cite(key, "nvme")
+                    "{} copies the {what} in memory, but {moved} keeps them out of memory; leave one out",
+                    c.cite("async_save", true)
                 )
             });
         }

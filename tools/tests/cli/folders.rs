@@ -126,7 +126,7 @@ fn what_keeps_a_run_from_resuming_or_saving_is_said_before_it_trains() {
     pretrain_refused(&site, &["--load=momentum"], &["of the optimizer sgd", "this run uses adam"]);
     for flags in [
         &["--save"][..],
-        &["--save=elsewhere", "--offload-optimizer-nvme-path"],
+        &["--save=elsewhere", "--offload-optimizer=nvme", "--nvme-path"],
         &["--save=elsewhere", "--tensorboard-dir"],
     ] {
         let mut command = site.pretrain(&ALONE);
