@@ -218,7 +218,7 @@ fn require_rounded(trainer: &Trainer) -> megatron::Result<()> {
     let store = &trainer.stage().params;
     for bucket in store.buckets() {
         let Some(master) = &bucket.master else { continue };
-        let weights = bucket.weights.narrow(&master.range)?;
+        let weights = bucket.weights.kept().lend(&master.range, &store.options().device)?;
         let values = |t: &Tensor| t.to_dtype(DType::F32)?.to_vec1::<f32>();
         assert!(values(&weights)?.iter().any(|w| *w != 0.0));
         if weights.dtype() == DType::BF16 {

@@ -15,8 +15,8 @@ use super::state::{BucketState, Column};
 use crate::comm::{Group, Work};
 use crate::config::{MomentDtype, OptimizerConfig, OptimizerKind};
 use crate::params::{
-    Bucket, Elements, Master, Param, ParamStore, Piece, Placement, Placements, Replica, Residence,
-    Role, ShardRef, StateKind, StoreOptions, clip_pieces, overlap,
+    Bucket, Elements, LocalShard, Param, ParamStore, Piece, Placement, Placements, Replica,
+    Residence, Role, ShardRef, StateKind, StoreOptions, clip_pieces, overlap,
 };
 use crate::topology::ReplicaGroups;
 use crate::{Error, Result};
@@ -179,23 +179,21 @@ impl Optimizer {
             if part.is_empty() {
                 continue;
             }
-            let weights = |part: &Range<usize>| bucket.weights.narrow(part);
+            let device = &store.options().device;
+            let weights = |part: &Range<usize>| bucket.weights.kept().lend(part, device);
             match &bucket.master {
                 None => tensors.push(weights(&part)?),
                 Some(master) if store.options().dtype == DType::BF16 => {
                     for start in part.clone().step_by(JOINED) {
                         let some = start..part.end.min(start + JOINED);
-                        let low = master.values.narrow(&master.place(&some))?;
+                        let low = master.narrow(&some)?;
                         let halves =
                             Elements::Halves { high: weights(&some)?.into(), low: Some(low) };
                         let values = Tensor::from_vec(halves.to_f32()?, some.len(), &Device::Cpu)?;
                         squares += kernels::ops::reduce::sum_of_squares(&values)?;
                     }
                 }
-                Some(master) => {
-                    let device = &store.options().device;
-                    tensors.push(master.values.lend(&master.place(&part), device)?);
-                }
+                Some(master) => tensors.push(master.lend(&part, device)?),
             }
             if store.options().weights_in != Residence::Device {
                 // Copies are not to be there all at once.
@@ -271,7 +269,8 @@ impl Optimizer {
         {
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
                 let whole = bucket.weights.whole()?;
-                shards.all_gather(&bucket.weights.narrow(&state.range)?, &whole)
+                let own = whole.narrow(0, state.range.start, state.range.len())?;
+                shards.all_gather(&own, &whole)
             });
             for work in gathers.collect::<Result<Vec<Work>>>()? {
                 work.wait()?;
@@ -354,28 +353,21 @@ impl Optimizer {
         };
         let sgd = Sgd { lr, momentum: self.config.sgd_momentum, weight_decay, grad_scale: 1.0 };
         let range = &state.range;
-        let (grads, grads_at) = bucket.reduced_in(range)?;
-        let weights = bucket.weights.values().clone();
-        let mut columns = vec![
-            Column { part: weights, first: bucket.weights.place(range).start, changes: true },
-            Column { part: grads, first: grads_at.start, changes: false },
-        ];
-        let masters = bucket.master.as_ref().map(|master| {
-            let first = master.place(range).start;
-            Column { part: master.values.clone(), first, changes: true }
-        });
-        let (has_masters, moments) = (masters.is_some(), state.values.iter());
-        columns.extend(masters);
-        columns.extend(moments.map(|part| Column { part: part.clone(), first: 0, changes: true }));
-        super::state::update(range.len(), &columns, &store.options().device, &mut |part, here| {
+        let changed = |shard: &LocalShard| Column { shard: shard.clone(), changes: true };
+        let grads = Column { shard: bucket.reduced_shard()?, changes: false };
+        let mut columns = vec![changed(bucket.weights.kept()), grads];
+        columns.extend(bucket.master.iter().map(changed));
+        columns.extend(state.values.iter().map(changed));
+        super::state::update(range, &columns, &store.options().device, &mut |part, here| {
             let [weight, grad, rest @ ..] = here else {
                 return Err(Error::config("internal error: an update without its columns"));
             };
             let (stepped, rounded, kept) = match rest {
-                [master, kept @ ..] if has_masters => (master, Some(weight), kept),
+                [master, kept @ ..] if bucket.master.is_some() => (master, Some(weight), kept),
                 kept => (weight, None, kept),
             };
-            let segments = Segment::of_part(&segments, part.clone());
+            let segments =
+                Segment::of_part(&segments, part.start - range.start..part.end - range.start);
             let verdict = Some(verdict);
             Ok(match kept {
                 [first, second] => {
@@ -406,7 +398,7 @@ impl Optimizer {
             let state = &self.states[param.bucket];
             let whole = param.range();
             let written = || overlap(whole.clone(), &self.replicas.replica().written(bucket.len));
-            let here = overlap(whole.clone(), bucket.weights.kept());
+            let here = overlap(whole.clone(), &bucket.weights.kept().range);
             let mut push = |kind,
                             range: Range<usize>,
                             data: &dyn Fn(&Range<usize>) -> Result<Elements>|
@@ -428,38 +420,27 @@ impl Optimizer {
                 });
                 Ok(())
             };
-            let weights = |range: &Range<usize>| {
-                let at = bucket.weights.place(range);
-                bucket.weights.values().narrow(&at)
-            };
-            let elements = |range: &Range<usize>| {
-                let at = bucket.weights.place(range);
-                bucket.weights.values().elements(&at)
-            };
-            let masters =
-                |master: &Master, range: &Range<usize>| master.values.narrow(&master.place(range));
+            let weights = bucket.weights.kept();
             match &bucket.master {
                 Some(master) if store.options().dtype == DType::BF16 => {
                     for (part, kept) in master.parts(if owned { written() } else { here }) {
                         push(StateKind::Param, part, &|part| {
-                            let low = kept.then(|| masters(master, part)).transpose()?;
-                            Ok(Elements::Halves { high: weights(part)?, low })
+                            let low = kept.then(|| master.narrow(part)).transpose()?;
+                            Ok(Elements::Halves { high: weights.narrow(part)?, low })
                         })?;
                     }
                 }
                 Some(master) => {
                     let range =
                         if owned { written() } else { overlap(whole.clone(), &master.range) };
-                    push(StateKind::Param, range, &|range| {
-                        master.values.elements(&master.place(range))
-                    })?;
+                    push(StateKind::Param, range, &|range| master.elements(range))?;
                     if !owned {
-                        push(StateKind::Param, here, &elements)?;
+                        push(StateKind::Param, here, &|range| weights.elements(range))?;
                     }
                 }
                 None => {
                     let range = if owned { written() } else { here };
-                    push(StateKind::Param, range, &elements)?;
+                    push(StateKind::Param, range, &|range| weights.elements(range))?;
                 }
             }
             let moments = if owned { written() } else { self.part(param) };

@@ -8,7 +8,7 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use kernels::tensor::transfer::{Mark, mark, put, room};
 
-use crate::params::{Elements, LocalPart, Residence};
+use crate::params::{Elements, LocalShard, Residence};
 use crate::{Error, Result};
 
 /// Elements that come from a file at a time: with both moments in f32 4 MiB, which stay in caches
@@ -25,7 +25,7 @@ const PARTS_AHEAD: usize = 16;
 pub(super) struct BucketState {
     pub range: Range<usize>,
     /// The values of each element of the range: Adam's first and second moment, or SGD's momentum.
-    pub values: Vec<LocalPart>,
+    pub values: Vec<LocalShard>,
 }
 
 impl BucketState {
@@ -39,17 +39,19 @@ impl BucketState {
         residence: &Residence,
         device: &Device,
     ) -> Result<Vec<Self>> {
-        let parts = ranges.iter().flat_map(|range| dtypes.iter().map(|&d| (range.len(), d)));
-        let parts = parts.collect::<Vec<_>>();
-        let mut values =
-            LocalPart::zeros("optimizer state", &parts, residence, device)?.into_iter();
-        let state = |range| Self { range, values: values.by_ref().take(dtypes.len()).collect() };
-        Ok(ranges.into_iter().map(state).collect())
+        let mut states: Vec<_> =
+            ranges.iter().map(|range| Self { range: range.clone(), values: Vec::new() }).collect();
+        for &dtype in dtypes {
+            let shards =
+                LocalShard::zeros("optimizer state", ranges.clone(), dtype, residence, device)?;
+            states.iter_mut().zip(shards).for_each(|(state, shard)| state.values.push(shard));
+        }
+        Ok(states)
     }
 
     /// Bytes of the parameters' device.
     pub fn bytes(&self) -> usize {
-        self.values.iter().map(LocalPart::bytes_on_device).sum()
+        self.values.iter().map(|shard| shard.values.bytes_on_device()).sum()
     }
 
     /// Value number `which` of the elements `part` of the bucket.
@@ -57,116 +59,114 @@ impl BucketState {
     /// # Errors
     /// If they are not in the range, or have no such value.
     pub fn part(&self, which: usize, part: &Range<usize>) -> Result<Elements> {
-        let part =
-            part.start.wrapping_sub(self.range.start)..part.end.wrapping_sub(self.range.start);
         let none =
             || Error::config(format!("internal error: optimizer state has no value {which}"));
-        self.values.get(which).ok_or_else(none)?.elements(&part)
+        self.values.get(which).ok_or_else(none)?.elements(part)
     }
 }
 
 /// One kind of elements that an update reads or changes.
 pub(super) struct Column {
-    pub part: LocalPart,
-    /// Its element that belongs to the update's first one.
-    pub first: usize,
+    pub shard: LocalShard,
     /// Whether the update changes them.
     pub changes: bool,
 }
 
 impl Column {
-    fn at(&self, part: &Range<usize>) -> Range<usize> {
-        self.first + part.start..self.first + part.end
+    fn is_here(&self) -> bool {
+        self.shard.values.on_device().is_some()
     }
 
-    fn is_here(&self) -> bool {
-        self.part.on_device().is_some()
+    fn prefetch(&self, part: &Range<usize>) {
+        self.shard.values.prefetch(self.shard.place(part));
     }
 }
 
 /// Updates some elements, given their numbers and each column's values of them.
 pub(super) type Step<'a> = dyn FnMut(&Range<usize>, &[Tensor]) -> Result<()> + 'a;
 
-/// Calls `step` with parts of `0..len`, which together are all of it, and what each of `columns`
-/// has of them on `device`. On a GPU it is queued; where columns are elsewhere, the host waits
+/// Calls `step` with parts of `range` of a bucket, which together are all of it, and what each of
+/// `columns` has of them on `device`. On a GPU it is queued; where columns are elsewhere, the host waits
 /// until all but the last parts are back.
 ///
 /// # Errors
 /// What `step` returns, or if elements cannot be read, written or copied.
 pub(super) fn update(
-    len: usize,
+    range: &Range<usize>,
     columns: &[Column],
     device: &Device,
     step: &mut Step,
 ) -> Result<()> {
     if columns.iter().all(Column::is_here) {
-        let all = 0..len;
         let here: Result<Vec<_>> =
-            columns.iter().map(|column| column.part.lend(&column.at(&all), device)).collect();
-        return step(&all, &here?);
+            columns.iter().map(|column| column.shard.lend(range, device)).collect();
+        return step(range, &here?);
     }
     if mark(device)?.is_some() {
-        update_on_gpu(len, columns, device, step)
+        update_on_gpu(range, columns, device, step)
     } else {
-        update_on_cpu(len, columns, step)
+        update_on_cpu(range, columns, step)
     }
 }
 
-fn update_on_cpu(len: usize, columns: &[Column], step: &mut Step) -> Result<()> {
-    let places = room_for(columns, PART.min(len), &Device::Cpu)?;
-    let prefetch = |part: Range<usize>| {
-        let part = part.start.min(len)..part.end.min(len);
-        columns.iter().for_each(|column| column.part.prefetch(column.at(&part)));
+fn update_on_cpu(range: &Range<usize>, columns: &[Column], step: &mut Step) -> Result<()> {
+    let places = room_for(columns, PART.min(range.len()), &Device::Cpu)?;
+    let prefetch = |first: usize, len: usize| {
+        let part = first.min(range.end)..(first + len).min(range.end);
+        columns.iter().for_each(|column| column.prefetch(&part));
     };
-    prefetch(0..PARTS_AHEAD * PART);
-    for part in parts(len, PART) {
+    prefetch(range.start, PARTS_AHEAD * PART);
+    for part in parts(range, PART) {
         let here = first_of(columns, &places, &part)?;
-        let later = part.start + PARTS_AHEAD * PART;
-        prefetch(later..later + PART);
+        prefetch(part.start + PARTS_AHEAD * PART, PART);
         for (column, here) in elsewhere(columns, &here) {
-            column.part.read(&column.at(&part), here)?;
+            column.shard.values.read(&column.shard.place(&part), here)?;
         }
         step(&part, &here)?;
         for (column, here) in elsewhere(columns, &here).filter(|(column, _)| column.changes) {
-            column.part.write(&column.at(&part), here)?;
+            column.shard.values.write(&column.shard.place(&part), here)?;
         }
     }
     Ok(())
 }
 
-fn update_on_gpu(len: usize, columns: &[Column], device: &Device, step: &mut Step) -> Result<()> {
+fn update_on_gpu(
+    range: &Range<usize>,
+    columns: &[Column],
+    device: &Device,
+    step: &mut Step,
+) -> Result<()> {
     let now = || {
         let mark = mark(device)?;
         mark.ok_or_else(|| Error::config("internal error: a GPU whose work has no order"))
     };
     let back = |(part, here, done): (Range<usize>, Vec<Tensor>, Mark)| {
         for (column, here) in elsewhere(columns, &here).filter(|(column, _)| column.changes) {
-            column.part.write_from_gpu(&column.at(&part), here, &done)?;
+            column.shard.values.write_from_gpu(&column.shard.place(&part), here, &done)?;
         }
         Ok::<_, Error>(done)
     };
-    let lanes = (0..LANES).map(|_| room_for(columns, PART_ON_GPU.min(len), device));
+    let lanes = (0..LANES).map(|_| room_for(columns, PART_ON_GPU.min(range.len()), device));
     let lanes = lanes.collect::<Result<Vec<_>>>()?;
-    let prefetch = |part: Range<usize>| {
-        let part = part.start.min(len)..part.end.min(len);
-        columns.iter().for_each(|column| column.part.prefetch(column.at(&part)));
+    let prefetch = |first: usize, len: usize| {
+        let part = first.min(range.end)..(first + len).min(range.end);
+        columns.iter().for_each(|column| column.prefetch(&part));
     };
-    prefetch(0..LANES * PART_ON_GPU);
+    prefetch(range.start, LANES * PART_ON_GPU);
     // The point after which a lane may be overwritten: at first whatever made its memory, then the
     // update of its previous part. Copies overlap with later updates.
     let (mut free, mut under_way) = (now()?, VecDeque::new());
-    for (part, lane) in parts(len, PART_ON_GPU).zip(lanes.iter().cycle()) {
+    for (part, lane) in parts(range, PART_ON_GPU).zip(lanes.iter().cycle()) {
         if under_way.len() == LANES
             && let Some(first) = under_way.pop_front()
         {
             free = back(first)?;
         }
         let here = first_of(columns, lane, &part)?;
-        let later = part.start + LANES * PART_ON_GPU;
-        prefetch(later..later + PART_ON_GPU);
+        prefetch(part.start + LANES * PART_ON_GPU, PART_ON_GPU);
         for (column, here) in elsewhere(columns, &here) {
             let staged = room(here, &free)?;
-            column.part.read(&column.at(&part), staged.tensor())?;
+            column.shard.values.read(&column.shard.place(&part), staged.tensor())?;
             put(staged, here, &free)?;
         }
         step(&part, &here)?;
@@ -175,15 +175,16 @@ fn update_on_gpu(len: usize, columns: &[Column], device: &Device, step: &mut Ste
     under_way.into_iter().try_for_each(|part| back(part).map(drop))
 }
 
-/// Parts of `len` elements, of `each` at most.
-fn parts(len: usize, each: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len).step_by(each).map(move |start| start..len.min(start + each))
+/// Parts of `range`, of `each` elements at most.
+fn parts(range: &Range<usize>, each: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = range.end;
+    range.clone().step_by(each).map(move |start| start..end.min(start + each))
 }
 
 /// A tensor of `len` elements for each column that is elsewhere.
 fn room_for(columns: &[Column], len: usize, device: &Device) -> Result<Vec<Option<Tensor>>> {
     let room = |column: &Column| {
-        let dtype = column.part.dtype();
+        let dtype = column.shard.values.dtype();
         (!column.is_here())
             .then(|| Ok(kernels::tensor::device::zeros("parts of an update", len, dtype, device)?))
             .transpose()
@@ -191,16 +192,16 @@ fn room_for(columns: &[Column], len: usize, device: &Device) -> Result<Vec<Optio
     columns.iter().map(room).collect()
 }
 
-/// Where the elements `part` of each column are on the device, or will be.
+/// Where the elements `part` of each column are on the device, or will be: in its place if it has
+/// one.
 fn first_of(
     columns: &[Column],
     places: &[Option<Tensor>],
     part: &Range<usize>,
 ) -> Result<Vec<Tensor>> {
-    let one = |(column, place): (&Column, &Option<Tensor>)| match (place, column.part.on_device()) {
-        (Some(place), _) => Ok(place.narrow(0, 0, part.len())?),
-        (None, Some(all)) => Ok(all.narrow(0, column.first + part.start, part.len())?),
-        (None, None) => Err(Error::config("internal error: a column without a place")),
+    let one = |(column, place): (&Column, &Option<Tensor>)| match place {
+        Some(place) => Ok(place.narrow(0, 0, part.len())?),
+        None => column.shard.lend(part, &Device::Cpu),
     };
     columns.iter().zip(places).map(one).collect()
 }
@@ -238,9 +239,9 @@ mod tests {
             Ok(())
         };
         let columns =
-            state.values.iter().map(|part| Column { part: part.clone(), first: 0, changes: true });
+            state.values.iter().map(|shard| Column { shard: shard.clone(), changes: true });
         let columns: Vec<_> = columns.collect();
-        update(state.range.len(), &columns, &Device::Cpu, &mut change).unwrap();
+        update(&state.range, &columns, &Device::Cpu, &mut change).unwrap();
         parts
     }
 
@@ -258,7 +259,7 @@ mod tests {
             for _ in 0..3 {
                 for (kept, file_backed) in kept.iter().zip(&file_backed) {
                     let (whole, parts) = (step(kept), step(file_backed));
-                    assert_eq!(whole, std::slice::from_ref(&(0..kept.range.len())));
+                    assert_eq!(whole, std::slice::from_ref(&kept.range));
                     assert_eq!(parts.len(), kept.range.len().div_ceil(PART));
                     assert_eq!(parts.iter().map(Range::len).sum::<usize>(), kept.range.len());
                     for which in 0..dtypes.len() {

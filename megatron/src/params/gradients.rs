@@ -19,8 +19,7 @@ use kernels::ops::embedding::embedding_backward;
 use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::{computes_ahead, empty, zeros};
 
-use super::store::offset_in;
-use super::{Bucket, LocalPart, Param, ParamId, ParamStore, Placement, Role};
+use super::{Bucket, LocalShard, Param, ParamId, ParamStore, Placement, Role};
 use crate::comm::lock;
 use crate::{Error, Result};
 
@@ -107,7 +106,7 @@ pub struct GradientShard {
     /// Elements of the bucket.
     range: Range<usize>,
     /// Where the sums are kept, if that is not the device.
-    home: Option<LocalPart>,
+    home: Option<LocalShard>,
     device: Device,
     sums: Mutex<Sums>,
 }
@@ -124,8 +123,14 @@ enum Sums {
 const PART: usize = if cfg!(test) { 1 << 10 } else { 1 << 21 };
 
 impl GradientShard {
-    pub(super) fn new(range: Range<usize>, home: Option<LocalPart>, device: Device) -> Self {
-        Self { range, home, device, sums: Mutex::default() }
+    /// Sums that stay on `device`.
+    pub(super) fn on(device: &Device, range: Range<usize>) -> Self {
+        Self { range, home: None, device: device.clone(), sums: Mutex::default() }
+    }
+
+    /// Sums that are made on `device` and kept in `home`.
+    pub(super) fn at(home: LocalShard, device: &Device) -> Self {
+        Self { home: Some(home.clone()), ..Self::on(device, home.range) }
     }
 
     /// The elements of the bucket in this shard.
@@ -144,16 +149,16 @@ impl GradientShard {
             (Sums::Here(there), _) => kernels::ops::reduce::add_inplace(there, &sums)?,
             (_, None) => *there = Sums::Here(sums),
             (Sums::AtHome, Some(home)) => {
-                for start in (0..home.len()).step_by(PART) {
-                    let part = start..home.len().min(start + PART);
+                for start in self.range.clone().step_by(PART) {
+                    let part = start..self.range.end.min(start + PART);
                     let so_far = home.lend(&part, &self.device)?;
-                    let more = sums.narrow(0, part.start, part.len())?;
+                    let more = sums.narrow(0, part.start - self.range.start, part.len())?;
                     kernels::ops::reduce::add_inplace(&so_far, &more)?;
                     home.give_back(&part, &so_far)?;
                 }
             }
             (Sums::None, Some(home)) => {
-                home.give_back(&(0..home.len()), &sums)?;
+                home.give_back(&self.range, &sums)?;
                 *there = Sums::AtHome;
             }
         }
@@ -161,10 +166,12 @@ impl GradientShard {
     }
 
     /// The sums so far, if there are any in this step.
-    pub fn sums(&self) -> Option<LocalPart> {
+    pub fn sums(&self) -> Option<LocalShard> {
         match &*lock(&self.sums) {
             Sums::None => None,
-            Sums::Here(sums) => Some(LocalPart::Device(sums.clone())),
+            Sums::Here(sums) => {
+                Some(LocalShard { range: self.range.clone(), values: sums.clone().into() })
+            }
             Sums::AtHome => self.home.clone(),
         }
     }
@@ -174,35 +181,30 @@ impl GradientShard {
     /// # Errors
     /// If they cannot be written.
     pub fn set(&self, sums: &Tensor) -> Result<()> {
-        self.home.as_ref().map_or(Ok(()), |home| home.give_back(&(0..home.len()), sums))
+        self.home.as_ref().map_or(Ok(()), |home| home.give_back(&self.range, sums))
     }
 }
 
 impl Bucket {
-    /// Where the final gradients of the elements `part` are, which are among those that this rank
-    /// has, and in which of its elements.
+    /// The final gradients that this rank has.
     ///
     /// # Errors
     /// If no gradient was reduced.
-    pub fn reduced_in(&self, part: &Range<usize>) -> Result<(LocalPart, Range<usize>)> {
-        let Some(shard) = &self.reduced else {
-            return Ok((self.grads.all()?.into(), part.clone()));
-        };
-        let sums = shard
-            .sums()
-            .ok_or_else(|| Error::config("internal error: a step without reduced gradients"))?;
-        let start = offset_in(part, &shard.range);
-        Ok((sums, start..start + part.len()))
+    pub fn reduced_shard(&self) -> Result<LocalShard> {
+        match &self.reduced {
+            None => Ok(LocalShard { range: 0..self.len, values: self.grads.all()?.into() }),
+            Some(shard) => shard
+                .sums()
+                .ok_or_else(|| Error::config("internal error: a step without reduced gradients")),
+        }
     }
 
-    /// The final gradients of the elements `part`, which are among those that this rank has, on the
-    /// device: a view if they are kept there.
+    /// The final gradients of the elements `part` on the device: a view if they are kept there.
     ///
     /// # Errors
-    /// As [`reduced_in`](Self::reduced_in), or if they cannot be read.
+    /// As [`reduced_shard`](Self::reduced_shard), or if this rank does not have them.
     pub fn reduced(&self, part: &Range<usize>) -> Result<Tensor> {
-        let (sums, part) = self.reduced_in(part)?;
-        sums.lend(&part, self.grads.device())
+        self.reduced_shard()?.lend(part, self.grads.device())
     }
 }
 

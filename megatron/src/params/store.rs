@@ -15,9 +15,10 @@ use kernels::tensor::device::{computes_ahead, zeros};
 use super::bucket_layout::ElementCounts;
 use super::gradients::{GradientBuffer, GradientShard, Stale};
 use super::row_sums::RowSums;
-use super::weights::{Lending, Weights};
+use super::unit_window::Lending;
+use super::weights::Weights;
 use super::{
-    BucketLimit, LocalPart, ParamSpec, ParamsBuilder, Piece, PlacedBucket, PlacedParam, Placement,
+    BucketLimit, LocalShard, ParamSpec, ParamsBuilder, Piece, PlacedBucket, PlacedParam, Placement,
     Placements, Replica, Residence, initial_values,
 };
 use crate::{Error, Result};
@@ -86,38 +87,13 @@ pub struct Bucket {
     pub grads: GradientBuffer,
     /// Where gradients are sharded, this rank's shard of the sums over ranks.
     pub reduced: Option<GradientShard>,
-    /// The master weights, where weights are 16-bit and this rank updates part of the bucket.
-    pub master: Option<Master>,
+    /// The master weights of 16-bit weights, for the elements that this rank updates. Of fp16
+    /// weights the fp32 values. Of bf16 weights only the low halves (i16), because the weights are
+    /// the high halves ([`kernels::ops::remainders`]).
+    pub master: Option<LocalShard>,
     /// Whether it holds a tied weight. Such a bucket is complete only when all uses have been
     /// added.
     pub tied: bool,
-}
-
-/// The fp32 master weights of 16-bit weights.
-#[derive(Debug)]
-pub struct Master {
-    /// The elements of the bucket that this rank updates.
-    pub range: Range<usize>,
-    /// `[range.len()]`. For fp16 weights, the fp32 values. For bf16 weights, only the low halves
-    /// (i16), because the weights are the high halves ([`kernels::ops::remainders`]).
-    pub values: LocalPart,
-}
-
-impl Master {
-    /// Where the elements `part` of the bucket are in `values`.
-    pub fn place(&self, part: &Range<usize>) -> Range<usize> {
-        let start = offset_in(part, &self.range);
-        start..start + part.len()
-    }
-
-    /// Splits the elements `whole` of the bucket, in order, into parts inside the range (true) and
-    /// outside of it (false). No part is empty.
-    pub fn parts(&self, whole: Range<usize>) -> impl Iterator<Item = (Range<usize>, bool)> {
-        let kept = overlap(whole.clone(), &self.range);
-        let parts =
-            [(whole.start..kept.start, false), (kept.clone(), true), (kept.end..whole.end, false)];
-        parts.into_iter().filter(|(part, _)| !part.is_empty())
-    }
 }
 
 /// How buckets are laid out.
@@ -169,37 +145,39 @@ impl ParamsBuilder {
         let here = [&options.weights_in, &options.optimizer_in].map(|r| *r == Residence::Device);
         let elements = layout.elements(placements, replica.num_shards, here);
         let grad_dtype = options.main_grad_dtype();
-        let mut buckets = Vec::new();
         let StoreOptions { dtype, device, .. } = options;
-        let lens = |placement| {
+        let ranges = |placement| {
             let range = move |b: &PlacedBucket| replica.range(b.len, placement);
             layout.buckets.iter().map(range).collect::<Vec<_>>()
         };
-        let parts_of = |what, ranges: &[Range<usize>], dtype, residence| {
-            let parts: Vec<_> = ranges.iter().map(|range| (range.len(), dtype)).collect();
-            LocalPart::zeros(what, &parts, residence, device)
+        let shards_of = |what, placement, dtype, residence| {
+            LocalShard::zeros(what, ranges(placement), dtype, residence, device)
         };
-        let kept = lens(placements.weights);
-        let weights = parts_of("weights", &kept, *dtype, &options.weights_in)?;
-        let shards = lens(placements.gradients);
-        // On the device, shards have memory only within a step.
-        let mut homes = Vec::new().into_iter();
+        let weights = shards_of("weights", placements.weights, *dtype, &options.weights_in)?;
         let is_sharded = placements.gradients == Placement::Sharded;
-        if is_sharded && options.optimizer_in != Residence::Device {
-            let parts = parts_of("main gradients", &shards, grad_dtype, &options.optimizer_in)?;
-            homes = parts.into_iter();
-        }
-        let kept = kept.into_iter().zip(weights).zip(shards);
-        for (PlacedBucket { params, len, tied }, ((kept, weights), shard)) in
-            layout.buckets.into_iter().zip(kept)
+        let shards: Vec<_> = match &options.optimizer_in {
+            _ if !is_sharded => layout.buckets.iter().map(|_| None).collect(),
+            // There shards have memory only within a step.
+            Residence::Device => {
+                let shards = ranges(placements.gradients).into_iter();
+                shards.map(|range| Some(GradientShard::on(device, range))).collect()
+            }
+            elsewhere => {
+                let homes =
+                    shards_of("main gradients", placements.gradients, grad_dtype, elsewhere)?;
+                homes.into_iter().map(|home| Some(GradientShard::at(home, device))).collect()
+            }
+        };
+        let mut buckets = Vec::new();
+        let of_buckets = weights.into_iter().zip(shards);
+        for (PlacedBucket { params, len, tied }, (weights, reduced)) in
+            layout.buckets.into_iter().zip(of_buckets)
         {
             let held =
                 params.iter().map(|id| &layout.params[id.0]).map(|p| p.offset..p.offset + p.numel);
             let keeps = computes_ahead(device) && !is_sharded;
             let grads = GradientBuffer::new(len, held, grad_dtype, device, keeps)?;
-            let weights = Weights::new(len, kept, weights, device.clone());
-            let reduced =
-                is_sharded.then(|| GradientShard::new(shard, homes.next(), device.clone()));
+            let weights = Weights::new(len, weights, device.clone());
             buckets.push(Bucket { params, len, weights, grads, reduced, master: None, tied });
         }
         let mut params: Vec<Param> = Vec::new();
@@ -318,12 +296,9 @@ impl ParamStore {
         };
         let StoreOptions { placements, replica, ref optimizer_in, ref device, .. } = self.options;
         let ranges = self.buckets.iter().map(|b| replica.range(b.len, placements.optimizer));
-        let ranges: Vec<_> = ranges.collect();
-        let parts: Vec<_> = ranges.iter().map(|range| (range.len(), dtype)).collect();
-        let values = LocalPart::zeros("master weights", &parts, optimizer_in, device)?;
-        for (bucket, (range, values)) in self.buckets.iter_mut().zip(ranges.into_iter().zip(values))
-        {
-            bucket.master = Some(Master { range, values });
+        let masters = LocalShard::zeros("master weights", ranges, dtype, optimizer_in, device)?;
+        for (bucket, master) in self.buckets.iter_mut().zip(masters) {
+            bucket.master = Some(master);
         }
         Ok(())
     }
@@ -348,20 +323,20 @@ impl ParamStore {
     pub fn assign(&self, param: &Param, values: Vec<f32>) -> Result<()> {
         let source = Tensor::from_vec(values, param.numel, &self.options.device)?;
         let bucket = &self.buckets[param.bucket];
-        let own = overlap(param.range(), bucket.weights.kept());
+        let (device, weights) = (&self.options.device, bucket.weights.kept());
+        let own = overlap(param.range(), &weights.range);
         let from = |part: &Range<usize>| source.narrow(0, part.start - param.offset, part.len());
         let Some(master) = &bucket.master else {
             if !own.is_empty() {
-                let weight = bucket.weights.narrow(&own)?;
+                let weight = weights.lend(&own, device)?;
                 kernels::ops::reduce::cast(&weight, &from(&own)?)?;
-                bucket.weights.values().give_back(&bucket.weights.place(&own), &weight)?;
+                weights.give_back(&own, &weight)?;
             }
             return Ok(());
         };
         for (part, kept) in master.parts(own) {
-            let (from, weight) = (from(&part)?, bucket.weights.narrow(&part)?);
-            let low = kept.then(|| master.values.lend(&master.place(&part), &self.options.device));
-            let low = low.transpose()?;
+            let (from, weight) = (from(&part)?, weights.lend(&part, device)?);
+            let low = kept.then(|| master.lend(&part, device)).transpose()?;
             if self.options.dtype == DType::BF16 {
                 kernels::ops::remainders::split(&from, &weight, low.as_ref())?;
             } else {
@@ -370,10 +345,8 @@ impl ParamStore {
                     kernels::ops::reduce::copy(master, &from)?;
                 }
             }
-            bucket.weights.values().give_back(&bucket.weights.place(&part), &weight)?;
-            if let Some(low) = &low {
-                master.values.give_back(&master.place(&part), low)?;
-            }
+            weights.give_back(&part, &weight)?;
+            low.map_or(Ok(()), |low| master.give_back(&part, &low))?;
         }
         Ok(())
     }
@@ -396,11 +369,6 @@ impl ParamStore {
             ("master weights", masters.sum()),
         ]
     }
-}
-
-/// Where `part` starts within `range`. An empty part may lie anywhere.
-pub(super) fn offset_in(part: &Range<usize>, range: &Range<usize>) -> usize {
-    if part.is_empty() { 0 } else { part.start.wrapping_sub(range.start) }
 }
 
 /// The part of `whole` that lies in `range`; an empty range within `whole` if they do not overlap.

@@ -20,6 +20,16 @@ pub struct ChunkCosts {
 }
 
 impl ChunkCosts {
+    /// Passes that take equal time, and activations as large as the operands of products.
+    pub const EVEN: Self = Self {
+        forward: 1,
+        recompute: 1,
+        input_gradients: 1,
+        weight_gradients: 1,
+        activations: 1,
+        operands: 1,
+    };
+
     /// Time of a whole backward.
     pub fn backward(&self) -> u64 {
         self.input_gradients + self.weight_gradients

@@ -16,13 +16,30 @@ use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Result, checkpoint};
 
+/// What replicas share, and where a rank keeps its part.
+pub(super) struct Sharding {
+    pub replicas: ReplicaGroups,
+    pub weights_in: Residence,
+    pub optimizer_in: Residence,
+}
+
+impl Sharding {
+    fn none(replicas: Group) -> Self {
+        Self {
+            replicas: ReplicaGroups::whole(replicas),
+            weights_in: Residence::Device,
+            optimizer_in: Residence::Device,
+        }
+    }
+}
+
 /// One rank's layers, with weights that are not initialized yet. Nothing is sharded without
 /// `sharding`, which also says where weights and the optimizer's elements are kept.
 pub(super) fn build_stage(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
     groups: &ProcessGroups,
-    sharding: Option<(ReplicaGroups, [Residence; 2])>,
+    sharding: Option<Sharding>,
     hidden: usize,
     seed: u64,
     dtype: DType,
@@ -33,8 +50,8 @@ pub(super) fn build_stage(
         Some(_) => (placements(parallel), bucket_limit(parallel)),
         None => (Placements::REPLICATED, BucketLimit::Elements(parallel.bucket_size)),
     };
-    let (sharding, [weights_in, optimizer_in]) = sharding
-        .unwrap_or_else(|| (ReplicaGroups::whole(groups.replicas.clone()), Default::default()));
+    let Sharding { replicas, weights_in, optimizer_in } =
+        sharding.unwrap_or_else(|| Sharding::none(groups.replicas.clone()));
     let mut params = builder.build(&StoreOptions {
         dtype,
         device: device.clone(),
@@ -42,11 +59,11 @@ pub(super) fn build_stage(
         placements,
         weights_in,
         optimizer_in,
-        replica: sharding.replica(),
+        replica: replicas.replica(),
         tp: groups.tp.size(),
         tp_rank: groups.tp.rank(),
     })?;
-    params.lend_over(sharding.shards, parallel.zero_reshard_after_forward);
+    params.lend_over(replicas.shards, parallel.zero_reshard_after_forward);
     Ok(Stage {
         chunks,
         params,

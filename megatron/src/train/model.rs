@@ -65,15 +65,7 @@ pub trait ModelBuilder {
     /// output has no separate weight-gradient pass, because its forward computes them. By default
     /// forward, input gradients and weight gradients have equal costs.
     fn costs(&self) -> (Vec<ChunkCosts>, ChunkCosts) {
-        let layer = ChunkCosts {
-            forward: 1,
-            recompute: 1,
-            input_gradients: 1,
-            weight_gradients: 1,
-            activations: 1,
-            operands: 1,
-        };
-        (vec![layer; self.num_layers()], ChunkCosts::default())
+        (vec![ChunkCosts::EVEN; self.num_layers()], ChunkCosts::default())
     }
     /// Elements per token that a layer saves on a rank, at least. The default, 0, means unknown.
     fn saved_activations(&self) -> SavedActivations {

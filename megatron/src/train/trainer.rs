@@ -11,7 +11,7 @@ use kernels::tensor::trace::{Kind, span};
 use super::agreement::require as require_alike;
 use super::divergence::at_step;
 use super::flops::step_flops;
-use super::inference::build_stage;
+use super::inference::{Sharding, build_stage};
 use super::memory::peak_memory_of;
 use super::metrics::StepMetrics;
 use super::model::{ModelBuilder, residence};
@@ -143,9 +143,11 @@ impl Trainer {
         let (seed, dtype) = (config.training.seed, config.training.precision.dtype());
         let copies = parallel.num_distributed_optimizer_instances;
         let replicas = ReplicaGroups::new(groups.replicas.clone(), copies)?;
-        let residences = [&parallel.param_offload, &config.optimizer.offload]
-            .map(|offload| residence(offload, device));
-        let sharding = Some((replicas.clone(), residences));
+        let sharding = Some(Sharding {
+            replicas: replicas.clone(),
+            weights_in: residence(&parallel.param_offload, device),
+            optimizer_in: residence(&config.optimizer.offload, device),
+        });
         let hidden = config.model.hidden_size;
         let mut stage =
             build_stage(parallel, model, &groups, sharding, hidden, seed, dtype, device)?;

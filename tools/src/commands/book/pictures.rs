@@ -15,15 +15,6 @@ use megatron::topology::RankGrid;
 use super::root;
 use crate::pictures::timeline::{Panel, timeline};
 
-/// Passes of equal time: forward, gradients of inputs, gradients of weights.
-const EVEN: ChunkCosts = ChunkCosts {
-    forward: 1,
-    recompute: 1,
-    input_gradients: 1,
-    weight_gradients: 1,
-    activations: 1,
-    operands: 1,
-};
 const AXIS: &str = "time: 1 is a forward, gradients of inputs or gradients of weights";
 
 /// The same costs for all chunks of four stages.
@@ -60,12 +51,13 @@ fn schedules(title: &str, schedules: &[(&str, Schedule, Costs)], axis: &str) -> 
 /// Each picture with the name of its file.
 fn pictures() -> Vec<(&'static str, String)> {
     // A stage is two chunks of half its time, or one.
-    let whole = ChunkCosts { forward: 2, input_gradients: 2, weight_gradients: 2, ..EVEN };
-    let equal = even(1, EVEN);
+    let whole =
+        ChunkCosts { forward: 2, input_gradients: 2, weight_gradients: 2, ..ChunkCosts::EVEN };
+    let equal = even(1, ChunkCosts::EVEN);
     let one = one_f_one_b(4, 6, 0).unwrap();
     // The third stage has two layers; the last has one and the output matrix.
-    let last = ChunkCosts { forward: 3, ..EVEN };
-    let uneven = Costs::new(4, vec![EVEN, EVEN, whole, last]).unwrap();
+    let last = ChunkCosts { forward: 3, ..ChunkCosts::EVEN };
+    let uneven = Costs::new(4, vec![ChunkCosts::EVEN, ChunkCosts::EVEN, whole, last]).unwrap();
     let ahead = one_f_one_b(4, 6, 1).unwrap();
     vec![
         (
@@ -85,7 +77,7 @@ fn pictures() -> Vec<(&'static str, String)> {
                 "1F1B and interleaved 1F1B: pp 4, 4 microbatches",
                 &[
                     ("1F1B", one_f_one_b(4, 4, 0).unwrap(), even(1, whole)),
-                    ("interleaved, v 2", interleaved(4, 2, 4).unwrap(), even(2, EVEN)),
+                    ("interleaved, v 2", interleaved(4, 2, 4).unwrap(), even(2, ChunkCosts::EVEN)),
                 ],
                 "time: 1 is the forward of half a stage, 2 its backward",
             ),
