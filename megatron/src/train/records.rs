@@ -18,7 +18,7 @@ pub struct Records {
 }
 
 impl Records {
-    /// Opens the files of a run that continues after `done`. `others` means that later steps in
+    /// Opens the files of a run that continues after `done`. `keep_copy` means that later steps in
     /// them may belong to another run: a copy is kept.
     ///
     /// # Errors
@@ -26,12 +26,12 @@ impl Records {
     pub fn open(
         run: &RunConfig,
         done: &Progress,
-        others: bool,
+        keep_copy: bool,
         reporter: &mut dyn Reporter,
     ) -> Result<Self> {
         let mut records = Self::default();
         if let Some(path) = &run.logging.metrics {
-            if others && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
+            if keep_copy && let Some(copy) = MetricsWriter::keep_whole(path, done.iteration)? {
                 reporter.message(&format!(
                     "{} continues after step {}; a copy with the later steps is {}",
                     path.display(),

@@ -106,12 +106,12 @@ impl Trainer {
     /// # Errors
     /// If data, a checkpoint or a peer fails, or the run diverges.
     pub fn run(&mut self, reporter: &mut dyn Reporter, stop: &AtomicBool) -> Result<Outcome> {
-        let others = self.resume(reporter)?;
+        let keep_copy = self.resume(reporter)?;
         if self.config.training.skip_train {
             return self.evaluate_only(reporter, stop);
         }
         let mut records = match self.groups.world.rank() {
-            0 => Records::open(&self.config, &self.progress, others, reporter)?,
+            0 => Records::open(&self.config, &self.progress, keep_copy, reporter)?,
             _ => Records::default(),
         };
         let train_iters = self.config.training.train_iters;
