@@ -103,10 +103,10 @@ fn the_peak_is_reported_and_too_little_memory_explained() {
         assert!(text.contains(part), "{part:?} is not in {text:?}");
     }
 
-    // Memory runs out while the model is built, after the main gradients, which come first, and
-    // before the weights. Fewer activations would not help.
+    // Memory runs out while the model is built, after the weights and before the main gradients.
+    // Fewer activations would not help.
     let text = step(6_500_000, ENOUGH).unwrap_err().to_string();
-    assert!(text.starts_with("weights: no memory on the GPU"), "{text}");
+    assert!(text.starts_with("main gradients: no memory on the GPU"), "{text}");
     assert!(
         text.contains("--tensor-model-parallel-size") && !text.contains("--micro-batch-size"),
         "{text}"

@@ -10,10 +10,13 @@
 #   DTYPES    precisions to run: fp32, bf16 (there by autocast)      [fp32]
 #   STEPS     timed steps of a run                                   [12]
 #   ROUNDS    runs of each, alternating; the median counts           [3]
-#   THREADS   threads of a run of one rank                           [cores]
+#   THREADS   threads of a run of one rank, 0: no such run            [cores]
 #   RANKS     ranks of the second comparison, 0: none                [2]
-#   LAYOUTS   layouts of these ranks: dp, tp (with sp), pp, cp            [dp tp pp]
+#   LAYOUTS   layouts of these ranks: dp, tp (with sp), pp, cp,          [dp tp pp]
+#             zero2, zero3 (dp with that stage; dp itself is ZeRO-1)
 #             (PyTorch is data parallel on the same global batch)
+#   MICRO     samples per forward pass of one rank                    [8; gpt2-124m: 2]
+#   FSDP      1: PyTorch's ranks shard their model (fully_shard) instead of DDP
 #   FLAGS     more flags for this program, e.g. --offload-optimizer-nvme-path target/offload
 #   COMPILE   1: also run torch.compile (needs a C++ compiler); the faster one counts
 #   PYTHON    a Python with torch; without it a virtual environment is created in target/bench-venv
@@ -74,7 +77,7 @@ for preset in $presets; do for dtype in $dtypes; do
     # fp32 is what `megatron bench step` runs without a flag.
     [ "$dtype" = fp32 ] && precision=() || precision=("--$dtype")
     # Samples per step of one rank, in PyTorch and in this program.
-    case $preset in gpt2-124m) micro=2 ;; *) micro=8 ;; esac
+    case $preset in gpt2-124m) micro=${MICRO:-2} ;; *) micro=${MICRO:-8} ;; esac
     # The output matrix costs as much as two layers of the small presets, so stage 0 gets four of
     # the six layers, and a microbatch takes long in the last stage.
     stages=(--pipeline-partition flops --delay-wgrad-compute --pipeline-extra-warmup 2)
@@ -83,25 +86,33 @@ for preset in $presets; do for dtype in $dtypes; do
         peer=("$PYTHON" tools/bench/torch_gpt.py --preset "$preset" --dtype "$dtype" --steps "$steps" --micro-batch-size "$micro")
         # shellcheck disable=SC2206  # several flags
         ours=("$megatron" bench step --preset "$preset" "${precision[@]}" --steps "$steps" ${FLAGS:-})
-        measure "$key" eager "${peer[@]}" --threads "$threads"
-        [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --threads "$threads" --compile 1
-        measure "$key" ours "${ours[@]}" --threads "$threads"
+        if [ "$threads" -gt 0 ]; then
+            measure "$key" eager "${peer[@]}" --threads "$threads"
+            [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${peer[@]}" --threads "$threads" --compile 1
+            measure "$key" ours "${ours[@]}" --threads "$threads" --micro-batch-size "$micro"
+        fi
         [ "$ranks" -gt 1 ] || continue
         each=$((cores / ranks > 0 ? cores / ranks : 1))
         key="$preset|$dtype|$ranks × $each"
         # `megatron launch` sets the variables that torchrun sets.
-        measure "$key" eager "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each"
-        [ "${COMPILE:-0}" = 0 ] ||
-            measure "$key" compiled "$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each" --compile 1
-        batch=(--global-batch-size $((micro * ranks)))
+        there=("$megatron" launch --nproc-per-node "$ranks" -- "${peer[@]}" --threads "$each")
+        if [ "${FSDP:-0}" = 1 ]; then
+            measure "$key" fsdp "${there[@]}" --fsdp 1
+        else
+            measure "$key" eager "${there[@]}"
+            [ "${COMPILE:-0}" = 0 ] || measure "$key" compiled "${there[@]}" --compile 1
+        fi
+        samples=(--global-batch-size $((micro * ranks)))
+        batch=("${samples[@]}" --micro-batch-size "$micro")
         for layout in $layouts; do
             case $layout in
                 dp) flags=(--data-parallel-size "$ranks" "${batch[@]}") ;;
+                zero2 | zero3) flags=(--data-parallel-size "$ranks" "${batch[@]}" --zero-stage "${layout#zero}") ;;
                 tp) flags=(--tensor-model-parallel-size "$ranks" --sequence-parallel "${batch[@]}") ;;
                 cp) flags=(--context-parallel-size "$ranks" "${batch[@]}") ;;
                 # Enough microbatches to fill the pipeline.
-                pp) flags=(--pipeline-model-parallel-size "$ranks" "${batch[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1)) "${stages[@]}") ;;
-                *) say "LAYOUTS: \"$layout\" is none of dp, tp, pp, cp"; exit 2 ;;
+                pp) flags=(--pipeline-model-parallel-size "$ranks" "${samples[@]}" --micro-batch-size $((micro / 4 > 0 ? micro / 4 : 1)) "${stages[@]}") ;;
+                *) say "LAYOUTS: \"$layout\" is none of dp, zero2, zero3, tp, pp, cp"; exit 2 ;;
             esac
             measure "$key" "$layout" "${ours[@]}" --threads "$each" "${flags[@]}"
         done
@@ -136,8 +147,8 @@ awk -F'|' '
     END {
         print "| preset | dtype | ranks × threads | here | peer | tokens/s | tokens/s here | GFLOP/s here | ratio | GiB | GiB here | memory |"
         print "| --- | --- | --: | --- | --- | --: | --: | --: | --: | --: | --: | --: |"
-        num_peers = split("eager compiled", peers, " ")
-        num_here = split("ours dp tp pp cp", kinds, " ")
+        num_peers = split("eager compiled fsdp", peers, " ")
+        num_here = split("ours dp zero2 zero3 tp pp cp", kinds, " ")
         for (row = 1; row <= rows; row++) {
             key = order[row]
             # The faster PyTorch variant counts.

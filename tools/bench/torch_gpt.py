@@ -35,6 +35,7 @@ parser = argparse.ArgumentParser(
 parser.add_argument("--preset", default="small", choices=PRESETS)
 parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
 parser.add_argument("--compile", type=int, default=0, help="1: torch.compile the model")
+parser.add_argument("--fsdp", type=int, default=0, help="1: shard (fully_shard), not DDP")
 parser.add_argument("--steps", type=int, default=12, help="timed steps, after 3 for warm-up")
 parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every rank")
 parser.add_argument("--micro-batch-size", type=int, default=0, help="default: the preset's")
@@ -122,7 +123,20 @@ model = GPT().to(DEVICE)
 num_params = sum(
     p.numel() for name, p in model.named_parameters() if not name.startswith("positions")
 )
-trained = nn.parallel.DistributedDataParallel(model) if distributed else model
+if args.fsdp:
+    # A unit per block; the rest, with the tied embedding, is the root's. Gradients are summed in fp32.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(DEVICE, (world,))
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    trained = model
+else:
+    trained = nn.parallel.DistributedDataParallel(model) if distributed else model
 if args.compile:
     trained = torch.compile(trained)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -132,7 +146,8 @@ for step in range(WARM_UP + args.steps):
     if GPU:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=args.dtype == "bf16"):
+    autocast = args.dtype == "bf16" and not args.fsdp
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
         loss = trained(sample[:, :-1], sample[:, 1:])
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -154,7 +169,7 @@ rate = world * B * S / statistics.median(seconds[WARM_UP:])
 tflops = rate * (6 * num_params + 6 * L * H * S) / 1e12
 if not distributed or dist.get_rank() == 0:
     print(
-        f"torch {torch.__version__} {DEVICE} {args.preset} {args.dtype} compile={args.compile} world={world} threads={args.threads} "
+        f"torch {torch.__version__} {DEVICE} {args.preset} {args.dtype} compile={args.compile} fsdp={args.fsdp} world={world} threads={args.threads} "
         f"params={num_params / 1e6:.1f}M tokens_per_second={rate:.0f} tflops={tflops:.4f} peak_gib={peak.item():.2f} "
         f"loss={loss.item():.3f}"
     )

@@ -147,7 +147,7 @@ fn a_run_that_is_refused_leaves_the_other_ones_tokenizer_alone() {
 }
 
 /// `command` with a limit on file size, so that writes fail halfway, as on a full disk.
-fn limited(site: &Site, command: &Command, kib: u32) -> Command {
+pub fn limited(site: &Site, command: &Command, kib: u32) -> Command {
     let mut shell = Command::new("sh");
     // With the signal ignored, a write beyond the limit is an error.
     shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"", 2 * kib)]);

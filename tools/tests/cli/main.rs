@@ -19,6 +19,7 @@ mod launch;
 mod long_run;
 mod meeting;
 mod megatron_lines;
+mod offload;
 mod preprocess;
 mod pretrain;
 mod profile;
