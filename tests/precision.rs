@@ -119,10 +119,10 @@ fn pipelines_and_recompute_change_no_bit() {
 
 #[test]
 fn zero_1_buckets_and_overlap_change_no_bit() {
-    for in_bf16 in [false, true] {
+    for (precision, narrow) in [(Precision::Bf16, false), (Precision::Bf16, true), (FP16, true)] {
         for (dp, tp, pp) in [(2, 1, 1), (4, 1, 1), (2, 2, 2)] {
-            let mut plain = layout(model(Style::Gpt2, 0.1, Precision::Bf16), dp, tp, pp);
-            plain.training.grad_reduce_in_bf16 = in_bf16;
+            let mut plain = layout(model(Style::Gpt2, 0.1, precision), dp, tp, pp);
+            in_narrow_messages(&mut plain, narrow);
             let expected = train(&plain, 6).unwrap();
             for (zero, bucket_size, overlap) in
                 [(true, 40_000_000, false), (false, 1000, true), (true, 1000, true)]
@@ -132,7 +132,7 @@ fn zero_1_buckets_and_overlap_change_no_bit() {
                 changed.parallel.bucket_size = bucket_size;
                 changed.parallel.overlap_grad_reduce = overlap;
                 let what = format!(
-                    "{dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap} bf16 {in_bf16}"
+                    "{dp}·{tp}·{pp} zero {zero} bucket {bucket_size} overlap {overlap} {precision} narrow {narrow}"
                 );
                 same_bits(&what, &train(&changed, 6).unwrap(), &expected);
             }
@@ -141,15 +141,26 @@ fn zero_1_buckets_and_overlap_change_no_bit() {
 }
 
 #[test]
-fn gradients_summed_in_bf16_messages_follow_those_in_fp32() {
-    let plain = layout(model(Style::Gpt2, 0.0, Precision::Bf16), 4, 1, 1);
-    let mut rounded = plain.clone();
-    rounded.training.grad_reduce_in_bf16 = true;
-    let (plain, rounded) = (train(&plain, STEPS).unwrap(), train(&rounded, STEPS).unwrap());
-    assert!(plain.grad_norms != rounded.grad_norms, "the messages were not of bf16");
-    assert!(
-        largest_relative_difference(&rounded.losses, &plain.losses) < tolerance(Precision::Bf16)
-    );
+fn gradients_summed_in_16_bit_messages_follow_those_in_fp32() {
+    for precision in [Precision::Bf16, FP16] {
+        for zero_stage in [1, 3] {
+            let mut plain = layout(model(Style::Gpt2, 0.0, precision), 4, 1, 1);
+            plain.parallel.zero_stage = zero_stage;
+            let mut rounded = plain.clone();
+            in_narrow_messages(&mut rounded, true);
+            let (plain, rounded) = (train(&plain, STEPS).unwrap(), train(&rounded, STEPS).unwrap());
+            assert!(plain.grad_norms != rounded.grad_norms, "{precision}: messages of fp32");
+            let difference = largest_relative_difference(&rounded.losses, &plain.losses);
+            assert!(difference < tolerance(precision), "{precision}, stage {zero_stage}");
+        }
+    }
+}
+
+/// Sends gradients in the dtype of the weights.
+fn in_narrow_messages(config: &mut RunConfig, narrow: bool) {
+    let training = &mut config.training;
+    training.grad_reduce_in_bf16 = narrow && training.precision == Precision::Bf16;
+    training.grad_reduce_in_fp16 = narrow && training.precision != Precision::Bf16;
 }
 
 fn each_rank<T: Send>(

@@ -84,6 +84,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             recompute: Recompute::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
+            grad_reduce_in_fp16: false,
             enable_cuda_graph: false,
         },
         optimizer: OptimizerConfig {

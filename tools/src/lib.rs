@@ -53,6 +53,7 @@ fn run() -> error::Result<u8> {
         Ok(Request::Tokenizer(args)) => commands::preprocess::run_tokenizer(&args),
         Ok(Request::Import(args)) => commands::convert::import(&args),
         Ok(Request::Export(args)) => commands::convert::export(&args),
+        Ok(Request::ConvertConfig(args)) => commands::convert_config::run(&args).map(|()| 0),
         Ok(Request::Bench(bench, origins)) => commands::bench::run(&bench, origins),
         Ok(Request::Completions(args)) => Ok(commands::completions::completions(&args)),
         Ok(Request::Man(args)) => commands::completions::man(&args),

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
 use super::{BatchSizeRampup, Precision};
@@ -94,6 +95,9 @@ pub struct TrainingConfig {
     /// Gradients are summed over dp with bf16 messages (each sum in fp32, rounded once) instead of
     /// fp32.
     pub grad_reduce_in_bf16: bool,
+    /// The same with fp16 messages.
+    #[serde(default)]
+    pub grad_reduce_in_fp16: bool,
     /// Forward and backward of a microbatch are recorded as a CUDA graph, which is launched instead
     /// of single kernels.
     #[serde(default)]
@@ -101,6 +105,15 @@ pub struct TrainingConfig {
 }
 
 impl TrainingConfig {
+    /// Dtype of messages that carry gradients over dp, if it is not that of the sums.
+    pub fn grad_reduce_dtype(&self) -> Option<DType> {
+        match (self.grad_reduce_in_bf16, self.grad_reduce_in_fp16) {
+            (true, _) => Some(DType::BF16),
+            (false, true) => Some(DType::F16),
+            (false, false) => None,
+        }
+    }
+
     /// Samples that the whole run reads.
     pub fn samples(&self) -> u64 {
         self.train_samples
@@ -126,6 +139,7 @@ impl Default for TrainingConfig {
             recompute: Recompute::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
+            grad_reduce_in_fp16: false,
             enable_cuda_graph: false,
         }
     }

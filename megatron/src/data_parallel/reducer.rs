@@ -27,8 +27,8 @@ pub struct GradientReducer {
     /// Gradients per bucket that are not complete yet.
     missing: Vec<Vec<ParamId>>,
     in_flight: Vec<InFlight>,
-    /// Whether messages are in bf16.
-    in_bf16: bool,
+    /// Dtype of messages, if it is not that of the gradients.
+    messages_in: Option<DType>,
     /// Whether no step has ended yet.
     first_step: bool,
 }
@@ -69,15 +69,15 @@ impl GradientReducer {
             shards_gradients: false,
             missing: Vec::new(),
             in_flight: Vec::new(),
-            in_bf16: false,
+            messages_in: None,
             first_step: true,
         }
     }
 
-    /// Sums over replicas in bf16 messages of half the size. Each rank's gradient is rounded before
+    /// Sums over replicas in messages of this dtype. Each rank's gradient is rounded before
     /// the sum, and the sum is rounded again.
-    pub fn in_bf16(self, in_bf16: bool) -> Self {
-        Self { in_bf16, ..self }
+    pub fn in_dtype(self, messages_in: Option<DType>) -> Self {
+        Self { messages_in, ..self }
     }
 
     /// Begins a step, before its first backward.
@@ -161,8 +161,8 @@ impl GradientReducer {
         let placement = store.options().placements.optimizer;
         let mine = self.replicas.replica().range(bucket.len, placement);
         let (grads, part) = (bucket.grads.all()?, bucket.grads.narrow(&mine)?);
-        let (from, to) = if self.in_bf16 {
-            let from = self.message(&grads)?;
+        let (from, to) = if self.messages_in.is_some() {
+            let from = self.message(grads)?;
             let to = from.narrow(0, mine.start, mine.len())?;
             (from, to)
         } else {
@@ -172,7 +172,10 @@ impl GradientReducer {
             Placement::Sharded => self.replicas.shards.reduce_scatter(&from, &to, ReduceOp::Sum)?,
             Placement::Replicated => self.replicas.all.all_reduce(&from, ReduceOp::Sum)?,
         };
-        let then = if self.in_bf16 { Then::Convert { from: to, to: part } } else { Then::Nothing };
+        let then = match self.messages_in {
+            Some(_) => Then::Convert { from: to, to: part },
+            None => Then::Nothing,
+        };
         self.in_flight.push(InFlight { work, then });
         Ok(())
     }
@@ -183,7 +186,7 @@ impl GradientReducer {
         let grads = bucket.grads.all()?;
         // What the next microbatch adds gets other memory, since the message still needs this one.
         store.release_grads_of(bucket);
-        let from = if self.in_bf16 { self.message(&grads)? } else { grads };
+        let from = self.message(grads)?;
         let len = bucket.len / self.replicas.shards.size();
         let sums = match bucket.tied {
             // The largest bucket of a small model, reduced once a step: in place, since there may
@@ -198,10 +201,11 @@ impl GradientReducer {
         self.complete(usize::from(self.overlap), store)
     }
 
-    /// `grads` rounded to bf16.
-    fn message(&self, grads: &Tensor) -> Result<Tensor> {
-        let message = empty(grads.elem_count(), DType::BF16, grads.device())?;
-        kernels::ops::reduce::cast(&message, grads)?;
+    /// `grads` rounded to the dtype of messages, or as they are.
+    fn message(&self, grads: Tensor) -> Result<Tensor> {
+        let Some(dtype) = self.messages_in else { return Ok(grads) };
+        let message = empty(grads.elem_count(), dtype, grads.device())?;
+        kernels::ops::reduce::cast(&message, &grads)?;
         Ok(message)
     }
 
@@ -215,13 +219,13 @@ impl GradientReducer {
         for bucket in store.buckets() {
             let mine = self.replicas.replica().range(bucket.len, Placement::Sharded);
             let part = bucket.reduced(&mine)?;
-            let message = if self.in_bf16 { self.message(&part)? } else { part.clone() };
+            let message = self.message(part.clone())?;
             let work = self.replicas.copies.all_reduce(&message, ReduceOp::Sum)?;
             works.push((bucket, work, message, part));
         }
         for (bucket, work, message, part) in works {
             work.wait()?;
-            if self.in_bf16 {
+            if self.messages_in.is_some() {
                 kernels::ops::reduce::cast(&part, &message)?;
             }
             if let Some(shard) = &bucket.reduced {

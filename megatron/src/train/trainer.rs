@@ -169,7 +169,7 @@ impl Trainer {
             embedding,
             parallel.overlap_grad_reduce,
         )
-        .in_bf16(config.training.grad_reduce_in_bf16);
+        .in_dtype(config.training.grad_reduce_dtype());
         let training = &config.training;
         let batch = GlobalBatch::new(
             training.micro_batch_size,

@@ -15,6 +15,7 @@ use super::Gathered;
 use super::gather::{is_other_source, ways_to_say};
 use super::run_file::{self, Setting};
 use crate::error::{Error, Result};
+pub use text::quoted;
 use text::{Places, text_of};
 
 /// The source of the settings that neither flags nor a run file give.
@@ -92,9 +93,10 @@ const DYNAMIC: [&str; 5] = [
 ];
 
 /// If one of the first settings is given, the second ones are not taken from the checkpoint.
-const TOGETHER: [(&[&str], &[&str]); 12] = [
+const TOGETHER: [(&[&str], &[&str]); 13] = [
     (&LAYOUT, &LAYOUT),
-    (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16"]),
+    (&["gradient_accumulation_steps"], &["global_batch_size"]),
+    (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_in_fp16"]),
     (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
     (&DYNAMIC, &["loss_scale"]),
     (&["recompute_granularity"], &["recompute_method", "recompute_num_layers"]),

@@ -8,9 +8,11 @@ use std::path::{Path, PathBuf};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{ArgMatches, FromArgMatches};
 
+use super::deepspeed;
 use super::flags::Flags;
 use super::from_checkpoint::{self, Recorded};
 use super::other_names::Verdict;
+use super::problems::Problems;
 use super::run_file::{self, RunFile, Setting};
 use super::words::Words;
 use super::{PretrainArgs, Stop, asks_for_help, typed_origins};
@@ -24,8 +26,20 @@ pub struct Gathered {
     pub origins: BTreeMap<String, String>,
     /// Flags and keys of Megatron-LM that have no effect here.
     pub passed_over: Vec<String>,
+    /// What the run prints about DeepSpeed's configuration.
+    pub notes: Vec<String>,
+    /// All settings as one command line, if the run file that results is to be printed.
+    pub print_config: Option<Vec<OsString>>,
     /// The checkpoint that supplies settings missing from flags and run file, if any.
     pub recorded: Option<Recorded>,
+}
+
+impl Gathered {
+    /// Settings from nowhere but `flags`.
+    pub fn of(flags: Flags, origins: BTreeMap<String, String>) -> Self {
+        let (passed_over, notes) = (Vec::new(), Vec::new());
+        Self { flags, origins, passed_over, notes, print_config: None, recorded: None }
+    }
 }
 
 /// Groups of settings for the same value in different units; a run has one of each group.
@@ -108,7 +122,7 @@ pub fn gather(
         false => pretrain_args(command, &words).map_err(second_run_file)?,
     };
 
-    let typed = typed_origins(&typed, |_| true);
+    let (matches, typed) = (typed.clone(), typed_origins(&typed, |_| true));
     let is_overridden = |key: &str| {
         let is_said = typed.contains_key(key)
             || ways_to_say(key).iter().any(|other| typed.contains_key(*other));
@@ -116,15 +130,23 @@ pub fn gather(
     };
     let kept = settings.into_iter().filter(|setting| !is_overridden(&setting.key));
     let file: Vec<_> = kept.map(|setting| (place(setting.line), setting)).collect();
+    let added = match deepspeed_config_of(&args)? {
+        Some(path) => deepspeed::read(&path)?.beneath(&given(&matches, &typed, &file)),
+        None => deepspeed::Added::default(),
+    };
+    let mut problems = Problems::default();
+    added.problems.iter().for_each(|(at, message)| problems.key(at, message));
+    problems.result()?;
     let mut layers = Layers {
         command,
         before,
         words: &words[before.len()..],
         typed,
         file,
+        deepspeed: added.settings,
         checkpoint: Vec::new(),
     };
-    let gathered = Gathered { passed_over, ..layers.merged()? };
+    let gathered = Gathered { passed_over, notes: added.notes, ..layers.merged()? };
     let has_world = crate::ranks::is_in_world()?;
     let Some((recorded, settings)) =
         from_checkpoint::beneath(&gathered, path.is_some(), has_world)?
@@ -133,7 +155,28 @@ pub fn gather(
     };
     let origin = recorded.origin();
     layers.checkpoint = settings.into_iter().map(|setting| (origin.clone(), setting)).collect();
-    Ok(Gathered { recorded: Some(recorded), passed_over: gathered.passed_over, ..layers.merged()? })
+    let Gathered { passed_over, notes, .. } = gathered;
+    let recorded = Some(recorded);
+    Ok(Gathered { recorded, passed_over, notes, ..layers.merged()? })
+}
+
+/// What flags and run file say, by key.
+fn given(
+    matches: &ArgMatches,
+    typed: &BTreeMap<String, String>,
+    file: &[(String, Setting)],
+) -> BTreeMap<String, deepspeed::Given> {
+    let text = |key: &str| {
+        let words = matches.get_raw(key).into_iter().flatten();
+        words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    };
+    let typed = typed.iter().map(|(key, flag)| (key.clone(), flag.clone(), text(key)));
+    let file = file.iter().map(|(place, setting)| {
+        let values = setting.words.iter().map(|word| word.split_once('=').map_or(word.as_str(), |(_, v)| v));
+        (setting.key.clone(), place.clone(), values.collect::<Vec<_>>().join(" "))
+    });
+    let all = file.chain(typed);
+    all.map(|(key, origin, value)| (key, deepspeed::Given { origin, value })).collect()
 }
 
 /// The sources of a run's settings, in ascending priority: a checkpoint, the run file, the command
@@ -146,6 +189,8 @@ struct Layers<'a> {
     typed: BTreeMap<String, String>,
     /// Each setting with its origin.
     file: Vec<(String, Setting)>,
+    /// What DeepSpeed's configuration adds.
+    deepspeed: Vec<(String, Setting)>,
     checkpoint: Vec<(String, Setting)>,
 }
 
@@ -154,13 +199,14 @@ impl Layers<'_> {
     fn merged(&self) -> std::result::Result<Gathered, Stop> {
         let mut origins = self.typed.clone();
         let mut merged = self.before.to_vec();
-        for (origin, setting) in self.checkpoint.iter().chain(&self.file) {
+        for (origin, setting) in self.checkpoint.iter().chain(&self.deepspeed).chain(&self.file) {
             merged.extend(setting.words.iter().map(OsString::from));
             origins.insert(setting.key.clone(), origin.clone());
         }
         merged.extend_from_slice(self.words);
         let (args, _) = pretrain_args(self.command, &merged)?;
-        Ok(Gathered { flags: args.flags, origins, passed_over: Vec::new(), recorded: None })
+        let print_config = args.print_config.then_some(merged);
+        Ok(Gathered { print_config, ..Gathered::of(args.flags, origins) })
     }
 }
 
@@ -174,6 +220,18 @@ fn second_run_file(error: clap::Error) -> Stop {
                 .into()
         }
         _ => error.into(),
+    }
+}
+
+/// DeepSpeed's configuration, by whichever of its flags names it.
+fn deepspeed_config_of(args: &PretrainArgs) -> Result<Option<PathBuf>> {
+    match (&args.deepspeed_config, args.deepspeed.as_ref().and_then(Option::as_ref)) {
+        (Some(one), Some(other)) if one != other => Err(Error::usage(format!(
+            "two configurations of DeepSpeed: {} and {}; name only one",
+            one.display(),
+            other.display()
+        ))),
+        (path, other) => Ok(path.as_ref().or(other).cloned()),
     }
 }
 

@@ -1,5 +1,6 @@
 //! The command line: turns flags, run files and flags of other programs into settings.
 
+mod deepspeed;
 pub mod flags;
 mod from_checkpoint;
 mod gather;
@@ -7,6 +8,7 @@ mod layout;
 mod nearest;
 mod other_names;
 mod partition;
+pub mod print_config;
 mod problems;
 mod resolve;
 pub mod run_file;
@@ -21,6 +23,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args};
 
+pub use deepspeed::convert;
 pub use gather::Gathered;
 pub(crate) use gather::SAME_THING;
 pub use layout::resolve_layout;
@@ -55,6 +58,15 @@ pub struct PretrainArgs {
     /// The run file, given as a flag
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// DeepSpeed's configuration. Flags and run file must not contradict it; `auto` is what they say
+    #[arg(long, value_name = "FILE")]
+    pub deepspeed_config: Option<PathBuf>,
+    /// The same by the name that transformers' Trainer uses. Without FILE it has no effect
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    pub deepspeed: Option<Option<PathBuf>>,
+    /// Print the whole run file that results, with where each value comes from, and stop
+    #[arg(long)]
+    pub print_config: bool,
     #[command(flatten)]
     pub flags: Flags,
 }
@@ -102,6 +114,14 @@ impl From<Error> for Stop {
     fn from(error: Error) -> Self {
         Self::Error(error)
     }
+}
+
+/// The parsed `words` of a whole command line that pretrains.
+fn pretrain_matches(words: &[OsString]) -> crate::error::Result<ArgMatches> {
+    let matches = crate::commands::command()
+        .try_get_matches_from(words)
+        .map_err(|error| Error::usage(error.to_string()))?;
+    Ok(matches.subcommand().map(|(_, typed)| typed.clone()).unwrap_or_default())
 }
 
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {

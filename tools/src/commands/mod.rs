@@ -5,6 +5,7 @@ pub mod bench;
 mod book;
 pub mod completions;
 pub mod convert;
+pub mod convert_config;
 pub mod doctor;
 pub mod eval;
 pub mod generate;
@@ -23,6 +24,7 @@ use clap::{Arg, ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 use self::bench::{Bench, BenchArgs};
 use self::completions::{CompletionsArgs, ManArgs};
 use self::convert::{ExportArgs, ImportArgs};
+use self::convert_config::ConvertConfigArgs;
 use self::doctor::DoctorArgs;
 use self::eval::EvalArgs;
 use self::generate::GenerateArgs;
@@ -58,6 +60,7 @@ pub enum Command {
     Tokenizer(TokenizerArgs),
     Import(ImportArgs),
     Export(ExportArgs),
+    ConvertConfig(ConvertConfigArgs),
     Timeline(Box<TimelineArgs>),
     Bench(BenchArgs),
     Doctor(DoctorArgs),
@@ -72,6 +75,7 @@ pub enum Request {
     Launch(LaunchArgs),
     Import(ImportArgs),
     Export(ExportArgs),
+    ConvertConfig(ConvertConfigArgs),
     Generate(GenerateArgs),
     Eval(EvalArgs),
     Preprocess(PreprocessArgs),
@@ -176,6 +180,7 @@ pub fn parse(words: &[OsString]) -> std::result::Result<Request, Stop> {
         Command::Eval(args) => Ok(Request::Eval(args)),
         Command::Import(args) => Ok(Request::Import(args)),
         Command::Export(args) => Ok(Request::Export(args)),
+        Command::ConvertConfig(args) => Ok(Request::ConvertConfig(args)),
         Command::Launch(launch) => {
             launch.check()?;
             Ok(Request::Launch(launch))

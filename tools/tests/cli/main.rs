@@ -7,6 +7,7 @@ mod checkpoints;
 mod clusters;
 mod convert;
 mod dead_rank;
+mod deepspeed;
 mod divergence;
 mod ending;
 mod examples;

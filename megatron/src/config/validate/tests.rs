@@ -94,6 +94,7 @@ pub(crate) fn valid() -> RunConfig {
             recompute: Recompute::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
+            grad_reduce_in_fp16: false,
             enable_cuda_graph: false,
         },
         optimizer: OptimizerConfig {
@@ -289,6 +290,10 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (
             |c| c.training.grad_reduce_in_bf16 = true,
             "grad_reduce_in_bf16 = true is a setting of bf16",
+        ),
+        (
+            |c| c.training.grad_reduce_in_fp16 = true,
+            "grad_reduce_in_fp16 = true is a setting of fp16",
         ),
         (
             |c| c.training.precision = Precision::Fp16(LossScaling::Static(0.0)),

@@ -14,6 +14,9 @@ pub struct TrainingFlags {
     /// GBS: samples per step over all replicas [default: MBS·dp]
     #[arg(long, value_name = "N")]
     pub global_batch_size: Option<usize>,
+    /// Microbatches of a replica per step: GBS / (MBS·dp). Any two of the three give the third
+    #[arg(long, value_name = "N", alias = "gas")]
+    pub gradient_accumulation_steps: Option<usize>,
     /// Start with START samples per step and add INCREMENT at a time, evenly over the first SAMPLES
     /// samples, up to --global-batch-size; needs --train-samples for the run's length
     #[arg(long, num_args = 3, value_names = ["START", "INCREMENT", "SAMPLES"])]
@@ -124,6 +127,9 @@ pub struct PrecisionFlags {
     /// --bf16
     #[arg(long)]
     pub grad_reduce_in_bf16: bool,
+    /// The same in fp16; needs --fp16
+    #[arg(long)]
+    pub grad_reduce_in_fp16: bool,
 }
 
 /// How much is recomputed in backward.

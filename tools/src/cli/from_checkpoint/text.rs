@@ -241,6 +241,7 @@ impl Text {
             }
         }
         self.put("grad_reduce_in_bf16", t.grad_reduce_in_bf16);
+        self.put("grad_reduce_in_fp16", t.grad_reduce_in_fp16);
     }
 
     fn scaling(&mut self, scaling: LossScaling) {
@@ -344,6 +345,6 @@ impl Text {
 }
 
 /// A TOML string: like a JSON string except for one character.
-fn quoted(text: &str) -> String {
+pub fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007F")
 }

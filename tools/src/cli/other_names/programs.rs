@@ -5,10 +5,6 @@ use super::{Entry, refuse};
 
 /// DeepSpeed's.
 pub const DEEPSPEED: &[Entry] = &[
-    refuse(
-        "use this program's flags for DeepSpeed's settings, such as --zero-stage",
-        "deepspeed deepspeed-config",
-    ),
     refuse("use --zero-stage", "zero-optimization stage"),
     refuse("use --overlap-grad-reduce", "overlap-comm"),
     refuse("use --bucket-size", "reduce-bucket-size allgather-bucket-size"),
@@ -21,10 +17,7 @@ pub const DEEPSPEED: &[Entry] = &[
     refuse("use --offload-param cpu", "cpu-offload-params remote-device"),
     refuse("use --micro-batch-size", "train-micro-batch-size-per-gpu micro-batch-size-per-gpu"),
     refuse("use --global-batch-size", "train-batch-size"),
-    refuse(
-        "it is computed: --global-batch-size / (--micro-batch-size · replicas)",
-        "gradient-accumulation-steps gas num-microbatches",
-    ),
+    refuse("use --gradient-accumulation-steps", "num-microbatches"),
     refuse("use --clip-grad", "gradient-clipping max-grad-norm"),
     refuse("use --initial-loss-scale 2ⁿ", "initial-scale-power"),
     refuse("use --log-interval", "steps-per-print logging-steps"),

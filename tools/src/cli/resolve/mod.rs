@@ -1,6 +1,7 @@
 //! Turns the given settings into a complete [`RunConfig`]: adds Megatron-LM's defaults and derived
 //! values, and detects contradictions.
 
+mod batch;
 mod checkpoint;
 mod ends;
 mod logging;
@@ -36,6 +37,8 @@ pub struct Resolved {
     /// `--vocab-size`.
     pub vocab_size: Option<usize>,
     pub distributed: Distributed,
+    /// Where every setting comes from.
+    pub origins: Origins,
     /// Notes that the run prints once, before it starts.
     pub notes: Vec<String>,
     /// The checkpoint that supplies data path or tokenizer, if no other setting does.
@@ -71,7 +74,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     let mut parallel =
         resolve_layout(&flags.layout, &mut r.origins, launcher, model.num_layers, on_gpus)?;
     parallel.param_offload = r.param_offload()?;
-    let training = r.training(&required, &parallel)?;
+    let training = r.training(&parallel)?;
     let optimizer = r.optimizer(&required, &training)?;
     let training_iters = training.train_iters;
     let tokenizer = r.flags.data.tokenizer.choose(r.flags.model.vocab_size)?;
@@ -88,6 +91,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
     run.validate_with(&r.origins)?;
     let mut distributed = r.distributed()?;
     let mut notes: Vec<String> = other_names::passed_over(&r.passed_over).into_iter().collect();
+    notes.extend(gathered.notes.iter().cloned());
     notes.extend(tokenizer.note);
     if r.flags.data.mock_data && !r.flags.data.data_path.is_empty() {
         let mock = r.origins.cite("mock_data", true);
@@ -111,7 +115,7 @@ pub fn resolve(gathered: &Gathered, launcher: Option<&RankInfo>) -> Result<Resol
             .any(|key| gathered.origins.get(*key) == Some(&recorded.origin()))
     });
     let data_of = data_of.map(|recorded| recorded.path.clone());
-    Ok(Resolved { run, vocab_size, distributed, notes, data_of })
+    Ok(Resolved { run, vocab_size, distributed, origins: r.origins, notes, data_of })
 }
 
 /// Settings that have no default.
@@ -120,7 +124,6 @@ struct Required {
     hidden_size: usize,
     num_attention_heads: usize,
     seq_length: usize,
-    micro_batch_size: usize,
     lr: f64,
 }
 
@@ -205,14 +208,14 @@ impl Resolver<'_> {
         let num_layers = m.num_layers.or(hf.map(|hf| hf.num_layers));
         let hidden_size = m.hidden_size.or(hf.map(|hf| hf.hidden_size));
         let heads = m.num_attention_heads.or(hf.map(|hf| hf.num_attention_heads));
-        let all =
-            (num_layers, hidden_size, heads, m.seq_length, t.micro_batch_size, o.lr, steps, data);
+        let batch = self.has_batch().then_some(());
+        let all = (num_layers, hidden_size, heads, m.seq_length, batch, o.lr, steps, data);
         if let (
             Some(num_layers),
             Some(hidden_size),
             Some(num_attention_heads),
             Some(seq_length),
-            Some(micro_batch_size),
+            Some(()),
             Some(lr),
             Some(_),
             Some(()),
@@ -223,7 +226,6 @@ impl Resolver<'_> {
                 hidden_size,
                 num_attention_heads,
                 seq_length,
-                micro_batch_size,
                 lr,
             });
         }
@@ -233,7 +235,7 @@ impl Resolver<'_> {
             ("num_attention_heads under [model]", heads.is_none()),
             ("seq_length under [model]", m.seq_length.is_none()),
             ("data_path under [data]", data.is_none()),
-            ("micro_batch_size under [training]", t.micro_batch_size.is_none()),
+            ("micro_batch_size under [training]", batch.is_none()),
             ("train_iters (or train_samples) under [training]", steps.is_none()),
             ("lr under [optimizer]", o.lr.is_none()),
         ]

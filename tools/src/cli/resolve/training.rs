@@ -5,27 +5,20 @@ use megatron::config::{
     RecomputeMethod, TrainingConfig,
 };
 
-use super::{Required, Resolver};
+use super::Resolver;
 use crate::cli::flags::{Granularity, RecomputeFlags};
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
     pub(super) fn training(
         &mut self,
-        required: &Required,
         parallel: &ParallelConfig,
     ) -> Result<TrainingConfig> {
         self.exit_signal()?;
         let t = &self.flags.training;
-        let mbs = required.micro_batch_size;
-        let global_batch_size = self.derived(
-            "global_batch_size",
-            t.global_batch_size,
-            "micro_batch_size · data_parallel_size",
-            || mbs.saturating_mul(parallel.data_parallel_size),
-        );
+        let (micro_batch_size, global_batch_size) = self.batch(parallel.data_parallel_size)?;
         let mut training = TrainingConfig {
-            micro_batch_size: mbs,
+            micro_batch_size,
             global_batch_size,
             rampup: self.rampup()?,
             train_iters: 0,
@@ -39,6 +32,7 @@ impl Resolver<'_> {
             recompute: self.recompute(&t.recompute)?,
             precision: self.precision()?,
             grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
+            grad_reduce_in_fp16: t.precision.grad_reduce_in_fp16,
             enable_cuda_graph: t.enable_cuda_graph,
         };
         training.train_iters = match (t.train_iters, t.train_samples) {

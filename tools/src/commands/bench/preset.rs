@@ -171,12 +171,7 @@ mod tests {
     use crate::cli::{Gathered, resolve};
 
     fn model(preset: Preset) -> ModelConfig {
-        let gathered = Gathered {
-            flags: preset.flags(1).unwrap(),
-            origins: BTreeMap::new(),
-            passed_over: Vec::new(),
-            recorded: None,
-        };
+        let gathered = Gathered::of(preset.flags(1).unwrap(), BTreeMap::new());
         let resolved = resolve(&gathered, None).unwrap();
         ModelConfig { vocab_size: resolved.vocab_size.unwrap(), ..resolved.run.model }
     }

@@ -128,7 +128,7 @@ fn settings(args: &StepArgs, mut origins: BTreeMap<String, String>) -> Result<Ga
     ] {
         origins.entry(key.to_string()).or_insert_with(|| preset.clone());
     }
-    Ok(Gathered { flags, origins, passed_over: Vec::new(), recorded: None })
+    Ok(Gathered::of(flags, origins))
 }
 
 /// Runs this rank's part.

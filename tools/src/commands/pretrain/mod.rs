@@ -16,7 +16,7 @@ use models::Gpt;
 use models::hf::{self, HfConfig, HfFiles, HfModel};
 
 use super::reshard::describe_layout;
-use crate::cli::{Gathered, Resolved, resolve};
+use crate::cli::{Gathered, Resolved, print_config, resolve};
 use crate::error::{Error, Result};
 use crate::fault;
 use crate::inference::continuation::{continued, cut_short};
@@ -34,6 +34,12 @@ use crate::signals::StopSignal;
 pub fn run(settings: &Gathered) -> Result<u8> {
     let place = ranks::place()?;
     let mut resolved = resolve(settings, place.as_ref())?;
+    if settings.print_config.is_some() {
+        if place.is_none_or(|place| place.rank == 0) {
+            crate::print_line(print_config::of_run(settings, &resolved)?.trim_end());
+        }
+        return Ok(0);
+    }
     rollback::go_on_after_restart(&mut resolved.run)?;
     if let Some(recorded) = &settings.recorded
         && place

@@ -62,6 +62,9 @@ pub struct DrawingArgs {
 /// # Errors
 /// If the settings make no run, or the picture cannot be written.
 pub fn run(args: &DrawingArgs, settings: &Gathered) -> Result<u8> {
+    if settings.print_config.is_some() {
+        return Err(Error::usage("--print-config is for `megatron pretrain`; leave it out here"));
+    }
     let mut settings = settings.clone();
     complete(&mut settings);
     let mut resolved = resolve(&settings, None)?;
