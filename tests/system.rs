@@ -4,6 +4,7 @@ mod arrows;
 mod bitwise;
 mod book;
 mod custom_models;
+mod cycled_momentum;
 mod documents;
 mod families;
 mod generate;

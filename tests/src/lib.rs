@@ -97,6 +97,7 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             warmup_init: 0.0,
             wsd_decay_samples: 0,
             wsd_decay_style: WsdDecayStyle::Linear,
+            lr_schedule: None,
             weight_decay: 0.1,
             weight_decay_increase: None,
             adam_beta1: 0.9,

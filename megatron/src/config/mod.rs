@@ -28,6 +28,7 @@
 //! ```
 
 mod data;
+mod deepspeed_schedule;
 mod model;
 mod optimizer;
 mod origins;
@@ -42,6 +43,9 @@ pub use data::parse_split;
 pub use data::{
     CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention,
     SchedulerOf, Takes, TensorboardConfig,
+};
+pub use deepspeed_schedule::{
+    DeepSpeedSchedule, LrRangeTest, OneCycle, Warmup, WarmupCosine, WarmupDecay, WarmupType,
 };
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
+use super::DeepSpeedSchedule;
+
 /// The update rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -138,6 +140,10 @@ pub struct OptimizerConfig {
     pub wsd_decay_samples: u64,
     /// Only used with [`DecayStyle::Wsd`].
     pub wsd_decay_style: WsdDecayStyle,
+    /// A schedule of DeepSpeed. It replaces all settings above that begin with `min`, `decay`,
+    /// `warmup` or `wsd`; of `lr` only [`DeepSpeedSchedule::WarmupCosineLr`] depends.
+    #[serde(default)]
+    pub lr_schedule: Option<DeepSpeedSchedule>,
     /// Decoupled weight decay of parameters with two or more dimensions.
     pub weight_decay: f64,
     /// A weight decay that grows during the run; replaces `weight_decay`.
@@ -177,6 +183,7 @@ impl Default for OptimizerConfig {
             warmup_init: 0.0,
             wsd_decay_samples: 0,
             wsd_decay_style: WsdDecayStyle::Exponential,
+            lr_schedule: None,
             weight_decay: 0.01,
             weight_decay_increase: None,
             adam_beta1: 0.9,

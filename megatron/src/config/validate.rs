@@ -3,6 +3,7 @@
 //! Each error shows the equation with every number and its origin, and what to change. All errors
 //! are reported at once.
 
+mod deepspeed_schedule;
 mod ends;
 mod training;
 mod weight_decay;
@@ -10,9 +11,9 @@ mod weight_decay;
 use std::fmt::Display;
 
 use super::{
-    BatchSizeRampup, DecayStyle, LossScaling, ModelConfig, MomentDtype, Offload, OptimizerConfig,
-    OptimizerKind, Origins, ParallelConfig, PartitionMethod, PositionEmbedding, Precision,
-    Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, TrainingConfig,
+    BatchSizeRampup, DecayStyle, DeepSpeedSchedule, LossScaling, ModelConfig, MomentDtype, Offload,
+    OptimizerConfig, OptimizerKind, Origins, ParallelConfig, PartitionMethod, PositionEmbedding,
+    Precision, Recompute, RecomputeMethod, RopeScaling, RunConfig, ScheduleKind, TrainingConfig,
 };
 use crate::{Error, Result};
 
@@ -37,6 +38,7 @@ impl RunConfig {
         check.training(&self.training, &self.parallel, &self.model);
         check.precision(&self.training);
         check.optimizer(&self.optimizer);
+        check.lr_schedule(self);
         check.files(self);
         check.cuda_graph(self);
         check.finish()
@@ -50,6 +52,17 @@ impl RunConfig {
     pub fn validate_cuda_graph(&self) -> Result<()> {
         let mut check = Check { origins: &Origins::default(), problems: Vec::new() };
         check.cuda_graph(self);
+        check.finish()
+    }
+
+    /// Checks DeepSpeed's learning-rate schedule, which a checkpoint may have supplied: a part of
+    /// [`RunConfig::validate`].
+    ///
+    /// # Errors
+    /// As for [`RunConfig::validate`].
+    pub fn validate_lr_schedule(&self) -> Result<()> {
+        let mut check = Check { origins: &Origins::default(), problems: Vec::new() };
+        check.lr_schedule(self);
         check.finish()
     }
 
@@ -443,15 +456,7 @@ impl Check<'_> {
     }
 
     fn optimizer(&mut self, o: &OptimizerConfig) {
-        self.above_zero("lr", o.lr);
-        self.non_negative("min_lr", o.min_lr);
-        self.require(o.min_lr <= o.lr || o.lr.is_nan(), |c| {
-            format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr))
-        });
-        self.non_negative("lr_warmup_init", o.warmup_init);
-        self.require(o.warmup_init <= o.lr || o.lr.is_nan() || o.warmup_init.is_nan(), |c| {
-            format!("{} exceeds {}", c.cite("lr_warmup_init", o.warmup_init), c.cite("lr", o.lr))
-        });
+        self.rates(o);
         self.weight_decay(o);
         self.non_negative("clip_grad", o.clip_grad);
         match o.kind {
@@ -495,6 +500,22 @@ impl Check<'_> {
                 )
             });
         }
+    }
+
+    /// Learning rates; a schedule of DeepSpeed may have its own.
+    fn rates(&mut self, o: &OptimizerConfig) {
+        if !matches!(o.lr_schedule, None | Some(DeepSpeedSchedule::WarmupCosineLr(_))) {
+            return;
+        }
+        self.above_zero("lr", o.lr);
+        self.non_negative("min_lr", o.min_lr);
+        self.require(o.min_lr <= o.lr || o.lr.is_nan(), |c| {
+            format!("{} exceeds {}", c.cite("min_lr", o.min_lr), c.cite("lr", o.lr))
+        });
+        self.non_negative("lr_warmup_init", o.warmup_init);
+        self.require(o.warmup_init <= o.lr || o.lr.is_nan() || o.warmup_init.is_nan(), |c| {
+            format!("{} exceeds {}", c.cite("lr_warmup_init", o.warmup_init), c.cite("lr", o.lr))
+        });
     }
 
     fn files(&mut self, run: &RunConfig) {

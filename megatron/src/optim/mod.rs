@@ -2,7 +2,7 @@
 //!
 //! ```
 //! use megatron::config::{DecayStyle, DynamicLossScale, LossScaling, OptimizerConfig, Precision};
-//! use megatron::optim::{LossScaler, LrSchedule};
+//! use megatron::optim::{Applied, LossScaler, LrSchedule};
 //!
 //! # fn main() -> megatron::Result<()> {
 //! // Warm-up over 100 samples, then down to min_lr at 1,100.
@@ -14,7 +14,8 @@
 //!     decay_samples: 1100,
 //!     ..Default::default()
 //! })?;
-//! let rates = [0, 50, 100, 600, 1100, 5000].map(|samples| lr.lr_at(samples));
+//! let rates = [0, 50, 100, 600, 1100, 5000]
+//!     .map(|samples| lr.lr_at(Applied { samples, ..Default::default() }));
 //! for (rate, expected) in rates.into_iter().zip([0.0, 0.5, 1.0, 0.6, 0.2, 0.2]) {
 //!     assert!((rate - expected).abs() < 1e-9, "{rate}");
 //! }
@@ -37,7 +38,8 @@ mod state;
 mod weight_decay;
 
 pub use loss_scale::{LossScaler, LossScalerState};
-pub use lr::LrSchedule;
+pub(crate) use lr::deepspeed::betas_at as betas_of_deepspeed;
+pub use lr::{Applied, LrSchedule};
 pub use optimizer::{Optimizer, Queued, Rates, StepResult};
 pub use ownership::written;
 pub use weight_decay::weight_decay_at;

@@ -42,6 +42,9 @@ pub struct Rates {
     pub learning_rate: f64,
     /// Weight decay of this step, for parameters that decay.
     pub weight_decay: f64,
+    /// `beta1` and `beta2` of this step's AdamW update, if the schedule cycles them; otherwise the
+    /// configured ones apply.
+    pub betas: Option<[f64; 2]>,
 }
 
 /// The outcome of a step.
@@ -338,13 +341,14 @@ impl Optimizer {
         rates: Rates,
         verdict: &Verdict,
     ) -> Result<()> {
-        let Rates { learning_rate: lr, weight_decay } = rates;
+        let Rates { learning_rate: lr, weight_decay, betas } = rates;
+        let [beta1, beta2] = betas.unwrap_or([self.config.adam_beta1, self.config.adam_beta2]);
         let (segments, state, bucket) =
             (self.segments(bucket, store), &self.states[bucket], &store.buckets()[bucket]);
         let adam = AdamW {
             lr,
-            beta1: self.config.adam_beta1,
-            beta2: self.config.adam_beta2,
+            beta1,
+            beta2,
             eps: self.config.adam_eps,
             weight_decay,
             // All earlier updates have been settled.

@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::optim::Applied;
+
 /// The progress of a run. Together with the parameters and the optimizer's state it is all that a
 /// resumed run needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +31,13 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// The applied steps, which learning-rate schedules count.
+    pub fn applied(&self) -> Applied {
+        // `updates` starts again with the optimizer's state; schedules go on without it.
+        let steps = self.iteration.saturating_sub(self.skipped_iterations);
+        Applied { steps, samples: self.applied_samples }
+    }
+
     /// The first sample of `seq_length` tokens that was not read yet. If the sequence length
     /// changed, it is the first sample that starts after all tokens read, so that no token is read
     /// twice.

@@ -183,14 +183,13 @@ impl Trainer {
         }
         let total =
             applied_samples + training.train_iters.saturating_sub(iteration).saturating_mul(batch);
-        let end = self.lr.end().filter(|end| *end < total)?;
+        let (end, lowest) = self.lr.end().filter(|(end, _)| *end < total)?;
         let when = if applied_samples < end { "ends before this run does" } else { "is over" };
         Some(format!(
             "note: the decay of the learning rate {when}, after {end} samples: earlier steps had \
              another global batch size, {applied_samples} samples in total, and this run ends at \
-             {total}. Steps after the decay train at the lowest rate, {}; --lr-decay-samples \
-             {total} extends the decay",
-            self.lr.lowest()
+             {total}. Steps after the decay train at the lowest rate, {lowest}; --lr-decay-samples \
+             {total} extends the decay"
         ))
     }
 }

@@ -9,7 +9,7 @@
 use serde_json::{Map, Value, json};
 
 use super::progress::Progress;
-use super::state::{is_of_schedule, same, with_schedule};
+use super::state::{is_of_schedule, same, setting_of, with_schedule};
 use crate::config::parse_split;
 use crate::config::{DataloaderType, DecayStyle, OptimizerKind, RunConfig, SchedulerOf};
 use crate::optim::LrSchedule;
@@ -78,15 +78,41 @@ impl Pair<'_> {
         let keys =
             self.ours.get("optimizer").and_then(Value::as_object).into_iter().flat_map(Map::keys);
         let differing = keys.filter(|key| is_of_schedule(key) && self.counts(key));
-        differing
+        let of_optimizer = differing
             .filter_map(|key| self.at(&format!("/optimizer/{key}")).map(|(a, b)| (flag(key), a, b)))
-            .collect()
+            .collect();
+        [of_optimizer, self.lr_schedule()].concat()
+    }
+
+    /// The differences of two schedules of DeepSpeed: their types, or the settings of one type.
+    fn lr_schedule(&self) -> Vec<(&str, &Value, &Value)> {
+        let [theirs, ours] = [self.theirs, self.ours].map(lr_schedule_of);
+        match (theirs, ours) {
+            (Value::Object(a), Value::Object(b)) if a.get("type") == b.get("type") => {
+                let pairs = b.iter().filter_map(|(key, b)| Some((key.as_str(), a.get(key)?, b)));
+                pairs.filter(|(_, a, b)| !same(a, b)).collect()
+            }
+            (a, b) if same(a, b) => Vec::new(),
+            (a, b) => vec![("lr_schedule", a, b)],
+        }
     }
 
     /// Whether a schedule setting has an effect.
     fn counts(&self, key: &str) -> bool {
         let style = |style: DecayStyle| json!(style);
+        let types = [self.theirs, self.ours].map(|run| lr_schedule_of(run).get("type"));
         match key {
+            // Compared in parts.
+            "lr_schedule" => false,
+            "lr" if types != [None, None] => {
+                types.into_iter().flatten().any(|name| name == "WarmupCosineLR")
+            }
+            "min_lr" | "decay_style" | "decay_samples" | "warmup_samples" | "warmup_init"
+            | "wsd_decay_samples" | "wsd_decay_style"
+                if types != [None, None] =>
+            {
+                false
+            }
             "min_lr" | "decay_samples" => [self.theirs, self.ours].iter().any(|run| {
                 run.pointer("/optimizer/decay_style") != Some(&style(DecayStyle::Constant))
             }),
@@ -96,6 +122,12 @@ impl Pair<'_> {
             _ => true,
         }
     }
+}
+
+/// DeepSpeed's schedule of a run, or null.
+fn lr_schedule_of(run: &Value) -> &Value {
+    let optimizer = run.get("optimizer").and_then(Value::as_object);
+    optimizer.and_then(|optimizer| setting_of(optimizer, "lr_schedule")).unwrap_or(&Value::Null)
 }
 
 /// The flag of a schedule setting.
@@ -211,7 +243,7 @@ fn next_rate(pair: &Pair<'_>, ours: &RunConfig, progress: &Progress) -> Option<S
     let settings = pair.theirs.get("optimizer")?.as_object()?;
     let theirs = LrSchedule::new(&with_schedule(&ours.optimizer, settings).ok()?).ok()?;
     let ours = LrSchedule::new(&ours.optimizer).ok()?;
-    let [theirs, ours] = [theirs, ours].map(|schedule| schedule.lr_at(progress.applied_samples));
+    let [theirs, ours] = [theirs, ours].map(|schedule| schedule.lr_at(progress.applied()));
     let rates = if ours == theirs {
         String::new()
     } else {

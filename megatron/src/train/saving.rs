@@ -131,6 +131,7 @@ impl Trainer {
             };
             self.config.optimizer =
                 state::with_schedule(&self.config.optimizer, theirs).map_err(damaged)?;
+            self.config.validate_lr_schedule()?;
             self.lr = LrSchedule::new(&self.config.optimizer)?;
             self.optimizer.set_weight_decay(self.config.optimizer.weight_decay);
         }

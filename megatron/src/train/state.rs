@@ -98,6 +98,12 @@ pub fn is_of_schedule(key: &str) -> bool {
     !NO_SCHEDULE.contains(&key)
 }
 
+/// A setting of a checkpoint's optimizer. A checkpoint without `lr_schedule` is older than
+/// DeepSpeed's schedules, so its run had none.
+pub fn setting_of<'a>(optimizer: &'a Map<String, Value>, key: &str) -> Option<&'a Value> {
+    optimizer.get(key).or((key == "lr_schedule").then_some(&Value::Null))
+}
+
 /// `ours` with the learning rate, schedule and weight decay of `theirs`, the optimizer settings of
 /// another run.
 ///
@@ -112,7 +118,7 @@ pub fn with_schedule(
         settings.as_object_mut().into_iter().flatten().filter(|(key, _)| is_of_schedule(key))
     {
         // Values that are equal stay bitwise unchanged.
-        if let Some(theirs) = theirs.get(key).filter(|theirs| !same(theirs, setting)) {
+        if let Some(theirs) = setting_of(theirs, key).filter(|theirs| !same(theirs, setting)) {
             *setting = theirs.clone();
         }
     }
@@ -325,7 +331,13 @@ pub fn data_fingerprint(state: &Value) -> Option<&str> {
 pub fn same(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         (Some(a), Some(b)) => (a - b).abs() <= 1e-12 * a.abs().max(b.abs()),
-        _ => a == b,
+        _ => match (a, b) {
+            (Value::Object(a), Value::Object(b)) => {
+                a.len() == b.len()
+                    && a.iter().all(|(key, a)| b.get(key).is_some_and(|b| same(a, b)))
+            }
+            _ => a == b,
+        },
     }
 }
 

@@ -365,13 +365,14 @@ impl Trainer {
         // Whether the previous update was applied determines this step's learning rate and Adam's
         // step count.
         let mut known = Vec::from_iter(self.settle()?);
-        let learning_rate = self.lr.lr_at(self.progress.applied_samples);
+        let learning_rate = self.lr.lr_at(self.progress.applied());
+        let betas = self.lr.betas_at(self.progress.applied());
         let weight_decay = weight_decay_at(&self.config.optimizer, self.progress.applied_samples);
         let update = {
             let _span = span("optimizer", Kind::Phase);
             self.optimizer.step(
                 &self.stage.params,
-                Rates { learning_rate, weight_decay },
+                Rates { learning_rate, weight_decay, betas },
                 loss_scale,
             )?
         };

@@ -12,6 +12,7 @@ use megatron::train::RecordedRun;
 use models::SavedGpt;
 
 use super::Gathered;
+use super::flags::MEGATRON_SCHEDULE;
 use super::gather::{is_other_source, ways_to_say};
 use super::run_file::{self, Setting};
 use crate::error::{Error, Result};
@@ -59,7 +60,8 @@ const REQUIRED: [&[&str]; 8] = [
     &["data_path", "mock_data"],
     &["micro_batch_size"],
     &["train_iters", "train_samples"],
-    &["lr"],
+    // OneCycle and LRRangeTest have rates of their own.
+    &["lr", "warmup_max_lr", "cycle_max_lr", "lr_schedule"],
 ];
 
 /// The layout is taken as a whole: either the run's own or the checkpoint's.
@@ -83,6 +85,34 @@ const LAYOUT: [&str; 17] = [
     "num_distributed_optimizer_instances",
 ];
 
+/// The settings of DeepSpeed's schedules.
+const DEEPSPEED_SCHEDULE: [&str; 24] = [
+    "lr_schedule",
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "warmup_num_steps",
+    "warmup_type",
+    "total_num_steps",
+    "warmup_min_ratio",
+    "cos_min_ratio",
+    "cycle_min_lr",
+    "cycle_max_lr",
+    "decay_lr_rate",
+    "cycle_first_step_size",
+    "cycle_second_step_size",
+    "cycle_first_stair_count",
+    "cycle_second_stair_count",
+    "decay_step_size",
+    "cycle_momentum",
+    "cycle_min_mom",
+    "cycle_max_mom",
+    "decay_mom_rate",
+    "lr_range_test_min_lr",
+    "lr_range_test_step_size",
+    "lr_range_test_step_rate",
+    "lr_range_test_staircase",
+];
+
 /// Settings of a dynamic loss scale.
 const DYNAMIC: [&str; 5] = [
     "initial_loss_scale",
@@ -93,10 +123,17 @@ const DYNAMIC: [&str; 5] = [
 ];
 
 /// If one of the first settings is given, the second ones are not taken from the checkpoint.
-const TOGETHER: [(&[&str], &[&str]); 13] = [
+const TOGETHER: [(&[&str], &[&str]); 17] = [
     (&LAYOUT, &LAYOUT),
     (&["gradient_accumulation_steps"], &["global_batch_size"]),
-    (&["bf16", "fp16"], &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_in_fp16"]),
+    (&MEGATRON_SCHEDULE, &DEEPSPEED_SCHEDULE),
+    (&["lr_schedule"], &MEGATRON_SCHEDULE),
+    (&["lr_schedule"], &DEEPSPEED_SCHEDULE),
+    (&["warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"], &["lr"]),
+    (
+        &["bf16", "fp16"],
+        &["bf16", "fp16", "loss_scale", "grad_reduce_in_bf16", "grad_reduce_in_fp16"],
+    ),
     (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
     (&DYNAMIC, &["loss_scale"]),
     (&["recompute_granularity"], &["recompute_method", "recompute_num_layers"]),

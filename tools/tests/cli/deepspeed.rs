@@ -68,7 +68,7 @@ const CASES: [Case; 8] = [
         beside: "--lr=1e-3 --nvme-path=state",
         instead: "--lr=1e-3 --nvme-path=state --micro-batch-size=4 --global-batch-size=16 --fp16 --zero-stage=3 \
                   --offload-param=nvme --tensor-model-parallel-size=4 --pipeline-model-parallel-size=2 --weight-decay=0 \
-                  --lr-schedule=WarmupLR --warmup-num-steps=0 --recompute-granularity=full \
+                  --lr-schedule=WarmupLR --warmup-num-steps=1 --recompute-granularity=full \
                   --distribute-saved-activations --grad-reduce-in-fp16",
         prints: &[
             "pipeline_parallel.micro_batches = 8 has no effect: a step has gradient_accumulation_steps microbatches",
@@ -78,7 +78,7 @@ const CASES: [Case; 8] = [
         config: "trainer-zero2.json",
         beside: "--data-parallel-size=2 --micro-batch-size=2 --lr=1e-3 --fp16",
         instead: "--data-parallel-size=2 --micro-batch-size=2 --lr=1e-3 --fp16 --weight-decay=0 --lr-schedule=WarmupLR \
-                  --warmup-num-steps=0 --zero-stage=2 --overlap-grad-reduce",
+                  --warmup-num-steps=1 --zero-stage=2 --overlap-grad-reduce",
         prints: &[],
     },
     Case {

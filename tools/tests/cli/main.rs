@@ -18,6 +18,7 @@ mod inference;
 mod inspect;
 mod launch;
 mod long_run;
+mod lr_schedules;
 mod meeting;
 mod megatron_lines;
 mod offload;

@@ -107,6 +107,7 @@ pub(crate) fn valid() -> RunConfig {
             warmup_init: 0.0,
             wsd_decay_samples: 0,
             wsd_decay_style: WsdDecayStyle::Linear,
+            lr_schedule: None,
             weight_decay: 0.01,
             weight_decay_increase: None,
             adam_beta1: 0.9,

@@ -313,7 +313,7 @@ const LAST: (&str, Rule) = ("last_batch_iteration", Only(&["-1"], "a resumed run
 const WARMUP: Keys = &[
     ("warmup_min_lr", Auto("warmup-min-lr", Number, None)),
     ("warmup_max_lr", Auto("warmup-max-lr", Number, None)),
-    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("0"))),
+    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("1"))),
     ("warmup_type", Flag("warmup-type", Text)),
     LAST,
 ];
@@ -322,7 +322,7 @@ const WARMUP_DECAY: Keys = &[
     ("total_num_steps", Auto("total-num-steps", Whole, None)),
     ("warmup_min_lr", Auto("warmup-min-lr", Number, None)),
     ("warmup_max_lr", Auto("warmup-max-lr", Number, None)),
-    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("0"))),
+    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("1"))),
     ("warmup_type", Flag("warmup-type", Text)),
     LAST,
 ];
@@ -330,7 +330,7 @@ const WARMUP_DECAY: Keys = &[
 const WARMUP_COSINE: Keys = &[
     ("total_num_steps", Auto("total-num-steps", Whole, None)),
     ("warmup_min_ratio", Flag("warmup-min-ratio", Number)),
-    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("0"))),
+    ("warmup_num_steps", Auto("warmup-num-steps", Whole, Some("1"))),
     ("cos_min_ratio", Flag("cos-min-ratio", Number)),
     ("warmup_type", Flag("warmup-type", Text)),
     LAST,

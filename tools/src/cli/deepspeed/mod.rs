@@ -115,7 +115,7 @@ impl Configuration {
             configuration.otherwise(
                 "no scheduler",
                 style,
-                &["lr_schedule", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"],
+                &["lr_schedule"],
             );
         }
         if !object.contains_key("gradient_clipping") {
@@ -166,8 +166,12 @@ impl Configuration {
                 self.auto.push((path.to_string(), flag.replace('-', "_")));
                 if let Some(default) = default {
                     let setting = self.setting(flag, default);
-                    let unless = if *flag == "warmup-num-steps" { &["lr_warmup_iters"][..] } else { &[] };
-                    self.otherwise(&format!("{path} = auto: transformers' default"), setting, unless);
+                    let unless: &[_] = match *flag {
+                        "gradient-accumulation-steps" => &["global_batch_size"],
+                        _ => &[],
+                    };
+                    let origin = format!("{path} = auto: transformers' default");
+                    self.otherwise(&origin, setting, unless);
                 }
             }
             Rule::NoEffect => self.without_effect.push(path.to_string()),

@@ -5,6 +5,7 @@
 //! the run file is the flag's name in snake_case, and its value is parsed like the flag's.
 
 mod data;
+mod deepspeed_schedule;
 mod model;
 mod optimizer;
 mod parallel;
@@ -20,6 +21,7 @@ use serde::de::IntoDeserializer;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
 pub use data::{CheckpointFlags, DataFlags, LoggingFlags};
+pub use deepspeed_schedule::{DeepSpeedScheduleFlags, LrScheduleName, MEGATRON_SCHEDULE};
 pub use model::ModelFlags;
 pub use optimizer::{IncreaseStyle, MomentFlags, OptimizerFlags};
 pub use parallel::{LayoutFlags, ParallelFlags, STRATEGIES};

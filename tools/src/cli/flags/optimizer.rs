@@ -6,7 +6,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{ArgAction, Args, ValueEnum};
 use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 
-use super::choice;
+use super::{DeepSpeedScheduleFlags, choice};
 
 /// Where something may be kept, by DeepSpeed's names.
 const OFFLOADS: [&str; 3] = ["none", "cpu", "nvme"];
@@ -17,7 +17,9 @@ pub struct OptimizerFlags {
     /// Update rule: AdamW, or SGD with momentum
     #[arg(long, value_name = "KIND", default_value = "adam", value_parser = choice::<OptimizerKind>(&["adam", "sgd"]))]
     pub optimizer: OptimizerKind,
-    /// Peak learning rate
+    /// Peak learning rate. With --lr-schedule: WarmupCosineLR multiplies it by its ratios; for
+    /// WarmupLR and WarmupDecayLR it is the default of --warmup-max-lr; OneCycle and LRRangeTest do
+    /// not need it. A value other than the schedule's own rate is refused
     #[arg(long, value_name = "X")]
     pub lr: Option<f64>,
     /// Learning rate at the end of the decay
@@ -55,6 +57,8 @@ pub struct OptimizerFlags {
     #[arg(long, value_name = "STYLE", default_value = "exponential",
           value_parser = choice::<WsdDecayStyle>(&["exponential", "linear", "cosine", "minus_sqrt"]))]
     pub lr_wsd_decay_style: WsdDecayStyle,
+    #[command(flatten)]
+    pub deepspeed: DeepSpeedScheduleFlags,
     /// Decoupled weight decay of parameters with two or more dimensions
     #[arg(long, value_name = "X", default_value_t = 0.01)]
     pub weight_decay: f64,

@@ -42,7 +42,7 @@ fn said(words: &str) -> (RunConfig, Vec<Setting>) {
 }
 
 /// Together these runs use every setting that a checkpoint records.
-const RUNS: [&str; 7] = [
+const RUNS: [&str; 13] = [
     "--data-path a.txt b\u{7f}\"c --tokenizer=train:300 --train-iters=10",
     "--mock-data --vocab-size=300 --train-samples=1001 --global-batch-size=16 --rampup-batch-size 4 4 100 --lr-warmup-samples=7 \
      --lr-warmup-init=1e-7 --lr-decay-samples=500 --lr-decay-style=WSD --lr-wsd-decay-samples=99 --lr-wsd-decay-style=cosine \
@@ -67,6 +67,15 @@ const RUNS: [&str; 7] = [
     "--data-path=x --train-iters=10 --save=saved --save-interval=2 --async-save --save-retain-interval=4 --most-recent-k=2 --log-interval=5 \
      --eval-interval=3 --eval-iters=7 --metrics=metrics.jsonl --tensorboard-dir=board --tensorboard-log-interval=2 \
      --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --prompt=x --prompt-tokens=9",
+    "--data-path=x --train-iters=2000 --lr-schedule=WarmupLR --warmup-min-lr=1e-5 --warmup-type=linear",
+    "--data-path=x --train-iters=10 --lr-schedule=WarmupDecayLR --warmup-num-steps=3 --total-num-steps=8",
+    "--data-path=x --train-iters=10 --lr-schedule=WarmupCosineLR --warmup-num-steps=3 --warmup-min-ratio=0.1 --cos-min-ratio=0.2",
+    "--data-path=x --train-iters=10 --lr-schedule=OneCycle --cycle-min-lr=1e-4 --cycle-max-lr=0.001 --cycle-first-step-size=3 \
+     --cycle-second-step-size=4 --cycle-first-stair-count=2 --cycle-second-stair-count=1 --decay-step-size=2 --decay-lr-rate=0.5 \
+     --cycle-min-mom=0.7 --cycle-max-mom=0.8 --decay-mom-rate=0.01",
+    "--data-path=x --train-iters=10 --lr-schedule=OneCycle --cycle-min-lr=1e-4 --cycle-max-lr=0.001 --optimizer=sgd",
+    "--data-path=x --train-iters=10 --lr-schedule=LRRangeTest --lr-range-test-step-size=3 --lr-range-test-step-rate=0.5 \
+     --lr-range-test-staircase",
 ];
 
 /// The words of a setting as a user types them: a list appears once, because the last one counts.
@@ -110,6 +119,7 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
         "lr_warmup_iters",
         "lr_warmup_fraction",
         "lr_wsd_decay_iters",
+        "warmup_max_lr",
         "check_for_nan_in_loss_and_grad",
         "no_check_for_nan_in_loss_and_grad",
         "use_distributed_optimizer",

@@ -4,9 +4,9 @@ use std::fmt::{Debug, Display};
 use std::path::Path;
 
 use megatron::config::{
-    CheckpointConfig, DataConfig, DecayStyle, LoggingConfig, LossScaling, ModelConfig, Offload,
-    OptimizerConfig, ParallelConfig, PartitionMethod, Precision, Recompute, RopeScaling,
-    TrainingConfig,
+    CheckpointConfig, DataConfig, DecayStyle, DeepSpeedSchedule, LoggingConfig, LossScaling,
+    ModelConfig, Offload, OneCycle, OptimizerConfig, ParallelConfig, PartitionMethod, Precision,
+    Recompute, RopeScaling, TrainingConfig, Warmup,
 };
 use megatron::train::RecordedRun;
 use serde::Serialize;
@@ -265,27 +265,21 @@ impl Text {
     ) -> Result<()> {
         self.section("optimizer");
         self.choice("optimizer", &o.kind);
-        self.float("lr", o.lr);
-        self.float("min_lr", o.min_lr);
-        self.choice("lr_decay_style", &o.decay_style);
-        // Otherwise it follows the run's length, which the user may set.
-        if o.decay_samples != t.samples() {
-            self.put("lr_decay_samples", o.decay_samples);
+        match &o.lr_schedule {
+            None => self.megatron_schedule(o, t),
+            Some(schedule) => self.deepspeed_schedule(schedule, o.lr, t),
         }
-        self.put("lr_warmup_samples", o.warmup_samples);
-        self.float("lr_warmup_init", o.warmup_init);
-        if o.decay_style == DecayStyle::Wsd || o.wsd_decay_samples > 0 {
-            self.put("lr_wsd_decay_samples", o.wsd_decay_samples);
-        }
-        self.choice("lr_wsd_decay_style", &o.wsd_decay_style);
         self.float("weight_decay", o.weight_decay);
         if let Some(increase) = &o.weight_decay_increase {
             self.choice("weight_decay_incr_style", &increase.style);
             self.float("start_weight_decay", increase.start);
             self.float("end_weight_decay", increase.end);
         }
-        self.float("adam_beta1", o.adam_beta1);
-        self.float("adam_beta2", o.adam_beta2);
+        // A schedule that cycles the momentum replaces both.
+        if !matches!(&o.lr_schedule, Some(DeepSpeedSchedule::OneCycle(c)) if c.cycle_momentum) {
+            self.float("adam_beta1", o.adam_beta1);
+            self.float("adam_beta2", o.adam_beta2);
+        }
         self.float("adam_eps", o.adam_eps);
         self.choice("exp_avg_dtype", &o.exp_avg_dtype);
         self.choice("exp_avg_sq_dtype", &o.exp_avg_sq_dtype);
@@ -302,6 +296,89 @@ impl Text {
         self.float("sgd_momentum", o.sgd_momentum);
         self.float("clip_grad", o.clip_grad);
         Ok(())
+    }
+
+    fn megatron_schedule(&mut self, o: &OptimizerConfig, t: &TrainingConfig) {
+        self.float("lr", o.lr);
+        self.float("min_lr", o.min_lr);
+        self.choice("lr_decay_style", &o.decay_style);
+        // Otherwise it follows the run's length, which the user may set.
+        if o.decay_samples != t.samples() {
+            self.put("lr_decay_samples", o.decay_samples);
+        }
+        self.put("lr_warmup_samples", o.warmup_samples);
+        self.float("lr_warmup_init", o.warmup_init);
+        if o.decay_style == DecayStyle::Wsd || o.wsd_decay_samples > 0 {
+            self.put("lr_wsd_decay_samples", o.wsd_decay_samples);
+        }
+        self.choice("lr_wsd_decay_style", &o.wsd_decay_style);
+    }
+
+    fn deepspeed_schedule(&mut self, schedule: &DeepSpeedSchedule, lr: f64, t: &TrainingConfig) {
+        let name = match schedule {
+            DeepSpeedSchedule::WarmupLr(warmup) => {
+                self.warmup(warmup);
+                "WarmupLR"
+            }
+            DeepSpeedSchedule::WarmupDecayLr(decay) => {
+                self.warmup(&decay.warmup);
+                self.total_num_steps(decay.total_num_steps, t);
+                "WarmupDecayLR"
+            }
+            DeepSpeedSchedule::WarmupCosineLr(cosine) => {
+                self.float("lr", lr);
+                self.float("warmup_min_ratio", cosine.warmup_min_ratio);
+                self.put("warmup_num_steps", cosine.warmup_num_steps);
+                self.choice("warmup_type", &cosine.warmup_type);
+                self.float("cos_min_ratio", cosine.cos_min_ratio);
+                self.total_num_steps(cosine.total_num_steps, t);
+                "WarmupCosineLR"
+            }
+            DeepSpeedSchedule::OneCycle(cycle) => {
+                self.one_cycle(cycle);
+                "OneCycle"
+            }
+            DeepSpeedSchedule::LrRangeTest(test) => {
+                self.float("lr_range_test_min_lr", test.lr_range_test_min_lr);
+                self.put("lr_range_test_step_size", test.lr_range_test_step_size);
+                self.float("lr_range_test_step_rate", test.lr_range_test_step_rate);
+                self.put("lr_range_test_staircase", test.lr_range_test_staircase);
+                "LRRangeTest"
+            }
+        };
+        self.text("lr_schedule", name);
+    }
+
+    /// The highest rate is written as `lr`, which the user may set.
+    fn warmup(&mut self, warmup: &Warmup) {
+        self.float("lr", warmup.warmup_max_lr);
+        self.float("warmup_min_lr", warmup.warmup_min_lr);
+        self.put("warmup_num_steps", warmup.warmup_num_steps);
+        self.choice("warmup_type", &warmup.warmup_type);
+    }
+
+    /// Otherwise it follows the run's length, which the user may set.
+    fn total_num_steps(&mut self, steps: u64, t: &TrainingConfig) {
+        if steps != t.train_iters {
+            self.put("total_num_steps", steps);
+        }
+    }
+
+    fn one_cycle(&mut self, cycle: &OneCycle) {
+        self.float("cycle_min_lr", cycle.cycle_min_lr);
+        self.float("cycle_max_lr", cycle.cycle_max_lr);
+        self.float("decay_lr_rate", cycle.decay_lr_rate);
+        self.put("cycle_first_step_size", cycle.cycle_first_step_size);
+        self.put("cycle_second_step_size", cycle.cycle_second_step_size);
+        self.put("cycle_first_stair_count", cycle.cycle_first_stair_count);
+        self.put("cycle_second_stair_count", cycle.cycle_second_stair_count);
+        self.put("decay_step_size", cycle.decay_step_size);
+        self.put("cycle_momentum", cycle.cycle_momentum);
+        if cycle.cycle_momentum {
+            self.float("cycle_min_mom", cycle.cycle_min_mom);
+            self.float("cycle_max_mom", cycle.cycle_max_mom);
+            self.float("decay_mom_rate", cycle.decay_mom_rate);
+        }
     }
 
     fn checkpoint(&mut self, c: &CheckpointConfig, places: &Places) -> Result<()> {

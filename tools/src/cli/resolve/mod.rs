@@ -5,6 +5,7 @@ mod batch;
 mod checkpoint;
 mod ends;
 mod logging;
+mod lr_schedule;
 mod model;
 mod optimizer;
 mod training;
@@ -196,11 +197,12 @@ impl Resolver<'_> {
             |key: &&'static str| (*key, gathered.origins.contains_key(*key) && !no_warmup(key));
         SAME_THING
             .iter()
-            .try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))
+            .try_for_each(|keys| self.at_most_one(&keys.iter().map(given).collect::<Vec<_>>()))?;
+        self.refuse_other_schedules(gathered, &|key: &&'static str| given(key).1)
     }
 
     fn required(&self, gathered: &Gathered) -> Result<Required> {
-        let (m, t, o) = (&self.flags.model, &self.flags.training, &self.flags.optimizer);
+        let (m, t) = (&self.flags.model, &self.flags.training);
         let steps = t.train_iters.or(t.train_samples);
         let data =
             (!self.flags.data.data_path.is_empty() || self.flags.data.mock_data).then_some(());
@@ -208,8 +210,9 @@ impl Resolver<'_> {
         let num_layers = m.num_layers.or(hf.map(|hf| hf.num_layers));
         let hidden_size = m.hidden_size.or(hf.map(|hf| hf.hidden_size));
         let heads = m.num_attention_heads.or(hf.map(|hf| hf.num_attention_heads));
+        let (lr, name_of_lr) = self.peak_lr();
         let batch = self.has_batch().then_some(());
-        let all = (num_layers, hidden_size, heads, m.seq_length, batch, o.lr, steps, data);
+        let all = (num_layers, hidden_size, heads, m.seq_length, batch, lr, steps, data);
         if let (
             Some(num_layers),
             Some(hidden_size),
@@ -237,7 +240,7 @@ impl Resolver<'_> {
             ("data_path under [data]", data.is_none()),
             ("micro_batch_size under [training]", batch.is_none()),
             ("train_iters (or train_samples) under [training]", steps.is_none()),
-            ("lr under [optimizer]", o.lr.is_none()),
+            (name_of_lr, lr.is_none()),
         ]
         .into_iter()
         .filter_map(|(name, missing)| missing.then_some(name))

@@ -46,6 +46,7 @@ impl Resolver<'_> {
             )));
         }
         let offload = self.optimizer_offload()?;
+        let lr_schedule = self.deepspeed_schedule(required.lr, training);
         Ok(OptimizerConfig {
             kind: o.optimizer,
             lr: required.lr,
@@ -56,6 +57,7 @@ impl Resolver<'_> {
             warmup_init: o.lr_warmup_init,
             wsd_decay_samples: wsd.unwrap_or(0),
             wsd_decay_style: o.lr_wsd_decay_style,
+            lr_schedule,
             weight_decay: o.weight_decay,
             weight_decay_increase: self.weight_decay_increase(training.samples())?,
             adam_beta1: o.adam_beta1,

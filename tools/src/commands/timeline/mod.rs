@@ -114,7 +114,9 @@ pub fn run(args: &DrawingArgs, settings: &Gathered) -> Result<u8> {
 /// Gives settings that a run must have, and no schedule depends on, some value.
 fn complete(settings: &mut Gathered) {
     let flags = &mut settings.flags;
-    flags.optimizer.lr.get_or_insert(1e-3);
+    if flags.optimizer.deepspeed.lr_schedule.is_none() {
+        flags.optimizer.lr.get_or_insert(1e-3);
+    }
     if flags.training.train_samples.is_none() {
         flags.training.train_iters.get_or_insert(SOME_ITERS);
     }

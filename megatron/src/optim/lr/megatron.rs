@@ -1,18 +1,17 @@
-//! The learning rate as a function of the samples consumed by applied steps.
+//! Megatron-LM's schedule: a warm-up, then a decay, as a function of the samples of applied steps.
 //!
 //! Follows Megatron-LM's `OptimizerParamScheduler`; WSD is Hu et al. 2024 (MiniCPM). Lengths are in
-//! samples, so a schedule does not depend on the batch size. A step that is skipped does not
-//! advance it.
+//! samples, so a schedule does not depend on the batch size.
 
 use std::f64::consts::PI;
 
 use crate::config::{DecayStyle, OptimizerConfig, WsdDecayStyle};
 use crate::{Error, Result};
 
-/// A learning-rate schedule: a linear warm-up, from 0 by default, then one of the decay styles down
+/// A linear warm-up, from 0 by default, then one of the decay styles down
 /// to the minimum.
 #[derive(Clone, Debug)]
-pub struct LrSchedule {
+pub struct MegatronSchedule {
     max_lr: f64,
     min_lr: f64,
     style: DecayStyle,
@@ -23,7 +22,7 @@ pub struct LrSchedule {
     wsd_style: WsdDecayStyle,
 }
 
-impl LrSchedule {
+impl MegatronSchedule {
     /// The schedule of a run.
     ///
     /// # Errors
@@ -154,6 +153,7 @@ mod tests {
             warmup_init: 0.0,
             wsd_decay_samples: 400,
             wsd_decay_style: WsdDecayStyle::Linear,
+            lr_schedule: None,
             weight_decay: 0.1,
             weight_decay_increase: None,
             adam_beta1: 0.9,
@@ -169,7 +169,7 @@ mod tests {
 
     #[track_caller]
     fn assert_curve(config: &OptimizerConfig, points: &[(u64, f64)]) {
-        let schedule = LrSchedule::new(config).unwrap();
+        let schedule = MegatronSchedule::new(config).unwrap();
         for &(samples, lr) in points {
             let got = schedule.lr_at(samples);
             assert!((got - lr).abs() < 1e-12, "at {samples} samples: {got}, expected {lr}");
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn lengths_and_rates_that_contradict_each_other_are_refused() {
         let refused = |config: OptimizerConfig| {
-            LrSchedule::new(&config).expect_err("must be refused").to_string()
+            MegatronSchedule::new(&config).expect_err("must be refused").to_string()
         };
         let linear = || config(DecayStyle::Linear);
         assert!(refused(OptimizerConfig { min_lr: 2.0, ..linear() }).contains("min-lr = 2"));
