@@ -172,7 +172,8 @@ fn given(
     };
     let typed = typed.iter().map(|(key, flag)| (key.clone(), flag.clone(), text(key)));
     let file = file.iter().map(|(place, setting)| {
-        let values = setting.words.iter().map(|word| word.split_once('=').map_or(word.as_str(), |(_, v)| v));
+        let values =
+            setting.words.iter().map(|word| word.split_once('=').map_or(word.as_str(), |(_, v)| v));
         (setting.key.clone(), place.clone(), values.collect::<Vec<_>>().join(" "))
     });
     let all = file.chain(typed);

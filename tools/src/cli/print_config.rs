@@ -25,7 +25,8 @@ pub fn text_of(lines: Vec<Line>) -> String {
         lines.into_iter().map(|line| (line.key.clone(), line)).collect();
     let mut text = String::new();
     for (name, args) in sections() {
-        let of_section = args.iter().filter_map(|arg| Some((arg, by_key.remove(arg.get_id().as_str())?)));
+        let of_section =
+            args.iter().filter_map(|arg| Some((arg, by_key.remove(arg.get_id().as_str())?)));
         let written: Vec<String> = of_section.map(|(arg, line)| written(arg, &line)).collect();
         if !written.is_empty() {
             let gap = if text.is_empty() { "" } else { "\n" };
@@ -49,7 +50,8 @@ fn value(arg: &Arg, values: &[String]) -> String {
         || has_type::<f64>(arg);
     let one = |value: &String| {
         // TOML has no number that begins or ends with a point.
-        let is_number = |value: &str| toml::from_str::<toml::Table>(&format!("x = {value}")).is_ok();
+        let is_number =
+            |value: &str| toml::from_str::<toml::Table>(&format!("x = {value}")).is_ok();
         match is_plain {
             true if is_number(value) => value.clone(),
             true => value.parse::<f64>().map_or_else(|_| value.clone(), |x| format!("{x:?}")),

@@ -170,10 +170,9 @@ fn a_configuration_becomes_the_sections_of_a_run_file() {
         assert!(converted.status.success(), "{}", stderr(&converted));
         let text = stdout(&converted);
         // Sections of both are one.
-        let merged = text.replace("[training]\n", "[training]\ntrain_iters = 6\n").replace(
-            "[logging]\n",
-            "[logging]\nmetrics = \"metrics.jsonl\"\neval_iters = 0\n",
-        );
+        let merged = text
+            .replace("[training]\n", "[training]\ntrain_iters = 6\n")
+            .replace("[logging]\n", "[logging]\nmetrics = \"metrics.jsonl\"\neval_iters = 0\n");
         let logging = "[logging]\nmetrics = \"metrics.jsonl\"\neval_iters = 0\n";
         let rest = if text.contains("[logging]") { "" } else { logging };
         let data = RUN.split("[training]").next().unwrap();
@@ -202,9 +201,16 @@ fn contradictions_and_hostile_files_get_one_message() {
         (
             "{\"train_batch_size\": 15, \"optimizer\": {\"type\": \"AdamW\"}}",
             &["--data-parallel-size=2"],
-            &["global_batch_size = 15 (ds_config.json: train_batch_size) must be a multiple of", "= 2"],
+            &[
+                "global_batch_size = 15 (ds_config.json: train_batch_size) must be a multiple of",
+                "= 2",
+            ],
         ),
-        ("{BASE}", &["--lr=2e-4"], &["ds_config.json: optimizer.params.lr: lr = 0.0001 contradicts --lr, which says 2e-4"]),
+        (
+            "{BASE}",
+            &["--lr=2e-4"],
+            &["ds_config.json: optimizer.params.lr: lr = 0.0001 contradicts --lr, which says 2e-4"],
+        ),
         (
             "{BASE, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}",
             &[],
@@ -215,7 +221,11 @@ fn contradictions_and_hostile_files_get_one_message() {
             &["--bf16"],
             &["bf16 (--bf16) and fp16 (ds_config.json: fp16.enabled)"],
         ),
-        ("{BASE, \"zero_optimization\": {\"stage\": 4}}", &[], &["zero-stage", "must be 0, 1, 2 or 3"]),
+        (
+            "{BASE, \"zero_optimization\": {\"stage\": 4}}",
+            &[],
+            &["zero-stage", "must be 0, 1, 2 or 3"],
+        ),
         (
             "{BASE, \"zero_optimisation\": {\"stage\": 2}, \"steps_per_prinz\": 1}",
             &[],
@@ -227,7 +237,10 @@ fn contradictions_and_hostile_files_get_one_message() {
         (
             "{BASE, \"zero_optimization\": {\"stage\": 2, \"offload_param\": {\"device\": \"cpu\"}}}",
             &[],
-            &["offload_param = cpu (ds_config.json: zero_optimization.offload_param.device)", "zero_stage = 3"],
+            &[
+                "offload_param = cpu (ds_config.json: zero_optimization.offload_param.device)",
+                "zero_stage = 3",
+            ],
         ),
         ("{BASE, \"optimizer\": 3}", &[], &["the key \"optimizer\" is there twice"]),
         ("{BASE,, }", &[], &["ds_config.json: not valid JSON", "line 1"]),
@@ -243,10 +256,8 @@ fn contradictions_and_hostile_files_get_one_message() {
         site.write("run.toml", RUN);
         site.write("ds_config.json", &text.replace("BASE", base));
         let before = site.files();
-        let output = site
-            .pretrain(&[flags, &["--deepspeed", "ds_config.json"]].concat())
-            .output()
-            .unwrap();
+        let output =
+            site.pretrain(&[flags, &["--deepspeed", "ds_config.json"]].concat()).output().unwrap();
         refused(&output, parts);
         site.assert_unchanged(&before);
     }

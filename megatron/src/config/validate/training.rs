@@ -120,16 +120,13 @@ impl Check<'_> {
                 t.precision
             )
         });
-        self.require(
-            !t.grad_reduce_in_fp16 || matches!(t.precision, Precision::Fp16(_)),
-            |c| {
-                format!(
-                    "{} is a setting of fp16, but the run is in {}",
-                    c.cite("grad_reduce_in_fp16", true),
-                    t.precision
-                )
-            },
-        );
+        self.require(!t.grad_reduce_in_fp16 || matches!(t.precision, Precision::Fp16(_)), |c| {
+            format!(
+                "{} is a setting of fp16, but the run is in {}",
+                c.cite("grad_reduce_in_fp16", true),
+                t.precision
+            )
+        });
         match t.precision {
             Precision::Fp16(LossScaling::Static(scale)) => self.a_loss_scale("loss_scale", scale),
             Precision::Fp16(LossScaling::Dynamic(d)) => {

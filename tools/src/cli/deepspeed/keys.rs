@@ -168,10 +168,7 @@ const CHECKPOINT: Keys = &[
 ];
 
 const DATA_TYPES: Keys = &[
-    (
-        "grad_accum_dtype",
-        Only(&["fp32", "float32", "float"], "gradients are summed in fp32 here"),
-    ),
+    ("grad_accum_dtype", Only(&["fp32", "float32", "float"], "gradients are summed in fp32 here")),
     ("param_dtype", By(fp16::param_dtype)),
     ("buffer_dtype", NoEffect),
     ("keep_in_fp32_modules", NoEffect),
@@ -302,13 +299,11 @@ pub const OPTIMIZERS: &[(&[&str], Optimizer)] = &[
         &["adam", "adamw", "fusedadam", "deepspeedcpuadam"],
         ("adam", ADAM, &[("lr", "0.001"), ("weight-decay", "0")]),
     ),
-    (
-        &["sgd"],
-        ("sgd", SGD, &[("lr", "0.001"), ("weight-decay", "0"), ("sgd-momentum", "0")]),
-    ),
+    (&["sgd"], ("sgd", SGD, &[("lr", "0.001"), ("weight-decay", "0"), ("sgd-momentum", "0")])),
 ];
 
-const LAST: (&str, Rule) = ("last_batch_iteration", Only(&["-1"], "a resumed run goes on by itself"));
+const LAST: (&str, Rule) =
+    ("last_batch_iteration", Only(&["-1"], "a resumed run goes on by itself"));
 
 const WARMUP: Keys = &[
     ("warmup_min_lr", Auto("warmup-min-lr", Number, None)),

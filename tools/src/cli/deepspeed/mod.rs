@@ -92,7 +92,8 @@ pub fn convert(file: &Path) -> Result<String> {
     let is_said = |key: &str| given.iter().any(|said| said.setting.key == key);
     let otherwise = configuration.otherwise.iter().map(|other| &other.said);
     let otherwise = otherwise.filter(|said| !is_said(&said.setting.key));
-    let mut text = print_config::text_of(given.iter().copied().chain(otherwise).map(line).collect());
+    let mut text =
+        print_config::text_of(given.iter().copied().chain(otherwise).map(line).collect());
     let mut comments = Vec::new();
     comments.extend(configuration.auto.iter().map(|(path, key)| format!("{path} is auto: {key}")));
     comments.extend(configuration.notes.iter().cloned());
@@ -112,11 +113,7 @@ impl Configuration {
         configuration.section("", object, TOP);
         if !object.contains_key("scheduler") {
             let style = configuration.setting("lr-decay-style", "constant");
-            configuration.otherwise(
-                "no scheduler",
-                style,
-                &["lr_schedule"],
-            );
+            configuration.otherwise("no scheduler", style, &["lr_schedule"]);
         }
         if !object.contains_key("gradient_clipping") {
             let clip = configuration.setting("clip-grad", "1.0");
@@ -246,8 +243,11 @@ impl Configuration {
             None => self.said.push(Said { path: path.to_string(), setting }),
             Some(said) if merge::same_value(&said.setting, &setting) => {}
             Some(said) => {
-                let message =
-                    format!("says {value}, but {} says {}", said.path, merge::value_of(&said.setting));
+                let message = format!(
+                    "says {value}, but {} says {}",
+                    said.path,
+                    merge::value_of(&said.setting)
+                );
                 self.problem(path, message);
             }
         }
@@ -285,7 +285,10 @@ impl Kind {
             (Self::Whole, Value::Number(number)) => {
                 // DeepSpeed's users write 1e9.
                 let whole = number.as_u64().or_else(|| {
-                    number.as_f64().filter(|x| x.fract() == 0.0 && (0.0..2e18).contains(x)).map(|x| x as u64)
+                    number
+                        .as_f64()
+                        .filter(|x| x.fract() == 0.0 && (0.0..2e18).contains(x))
+                        .map(|x| x as u64)
                 });
                 whole.map(|whole| whole.to_string()).ok_or("a whole number of 0 or more")
             }

@@ -70,7 +70,8 @@ fn what_a_configuration_leaves_open_is_deepspeeds_default() {
     assert_eq!(words("{}", &[]), ["--lr-decay-style=constant", "--clip-grad=1.0"]);
     let adam = r#"{"optimizer": {"type": "Adam"}}"#;
     assert_eq!(own(adam, &[]), ["--optimizer=adam", "--lr=0.001", "--weight-decay=0"]);
-    let given = [("lr", "3e-4"), ("weight_decay", "0.1"), ("clip_grad", "0"), ("lr_decay_style", "cosine")];
+    let given =
+        [("lr", "3e-4"), ("weight_decay", "0.1"), ("clip_grad", "0"), ("lr_decay_style", "cosine")];
     assert_eq!(words(adam, &given), ["--optimizer=adam"]);
     let torch = r#"{"optimizer": {"type": "AdamW", "params": {"lr": 1, "torch_adam": true}}}"#;
     assert!(own(torch, &[]).contains(&"--weight-decay=0.01".to_string()));
@@ -85,7 +86,8 @@ fn auto_is_what_flags_say_and_else_the_trainers_default() {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
         "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16}, "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}"#;
-    let given = [("lr", "1e-4"), ("micro_batch_size", "2"), ("weight_decay", "0.1"), ("fp16", "true")];
+    let given =
+        [("lr", "1e-4"), ("micro_batch_size", "2"), ("weight_decay", "0.1"), ("fp16", "true")];
     let expected = [
         "--initial-loss-scale=65536",
         "--optimizer=adam",
@@ -98,7 +100,9 @@ fn auto_is_what_flags_say_and_else_the_trainers_default() {
     sorted.sort();
     assert_eq!(got, sorted);
     let alone = own(text, &[]);
-    for word in ["--lr=5e-5", "--micro-batch-size=8", "--weight-decay=0", "--gradient-accumulation-steps=1"] {
+    for word in
+        ["--lr=5e-5", "--micro-batch-size=8", "--weight-decay=0", "--gradient-accumulation-steps=1"]
+    {
         assert!(alone.contains(&word.to_string()), "{word} is not in {alone:?}");
     }
 }
@@ -138,12 +142,16 @@ fn hostile_keys_are_named_all_at_once() {
 
 #[test]
 fn flags_must_say_the_same() {
-    let text = r#"{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}"#;
+    let text =
+        r#"{"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 0.0001}}}"#;
     let agreeing = configuration(text).beneath(&given_by(&[("lr", "1e-4"), ("clip_grad", "0.50")]));
     assert_eq!(agreeing.problems, []);
     let added = configuration(text).beneath(&given_by(&[("lr", "2e-4")]));
     let expected = "lr = 0.0001 contradicts --lr, which says 2e-4; change one of them, or write \"auto\" in the file";
-    assert_eq!(added.problems, [("ds.json: optimizer.params.lr".to_string(), expected.to_string())]);
+    assert_eq!(
+        added.problems,
+        [("ds.json: optimizer.params.lr".to_string(), expected.to_string())]
+    );
 }
 
 #[test]

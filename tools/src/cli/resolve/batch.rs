@@ -72,7 +72,9 @@ impl Resolver<'_> {
                 self.origins.record("micro_batch_size", from);
                 Ok((gbs / passes, gbs))
             }
-            (None, ..) => Err(Error::usage("not set: micro_batch_size under [training]".to_string())),
+            (None, ..) => {
+                Err(Error::usage("not set: micro_batch_size under [training]".to_string()))
+            }
         }
     }
 }

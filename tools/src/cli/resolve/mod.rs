@@ -224,13 +224,7 @@ impl Resolver<'_> {
             Some(()),
         ) = all
         {
-            return Ok(Required {
-                num_layers,
-                hidden_size,
-                num_attention_heads,
-                seq_length,
-                lr,
-            });
+            return Ok(Required { num_layers, hidden_size, num_attention_heads, seq_length, lr });
         }
         let missing: Vec<&str> = [
             ("num_layers under [model]", num_layers.is_none()),

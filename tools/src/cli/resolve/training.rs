@@ -10,10 +10,7 @@ use crate::cli::flags::{Granularity, RecomputeFlags};
 use crate::error::{Error, Result};
 
 impl Resolver<'_> {
-    pub(super) fn training(
-        &mut self,
-        parallel: &ParallelConfig,
-    ) -> Result<TrainingConfig> {
+    pub(super) fn training(&mut self, parallel: &ParallelConfig) -> Result<TrainingConfig> {
         self.exit_signal()?;
         let t = &self.flags.training;
         let (micro_batch_size, global_batch_size) = self.batch(parallel.data_parallel_size)?;

@@ -42,7 +42,11 @@ pub fn section(c: &mut Configuration, path: &str, value: &Value) {
         .map(|(key, value)| (key.clone(), value.clone()))
         .partition(|(key, _)| is_fixed && DYNAMIC.contains(&key.as_str()));
     c.without_effect.extend(idle.iter().map(|(key, _)| format!("{path}.{key}")));
-    c.section(path, &judged.into_iter().filter(|(key, _)| key != "loss_scale" || is_fixed).collect(), ALWAYS);
+    c.section(
+        path,
+        &judged.into_iter().filter(|(key, _)| key != "loss_scale" || is_fixed).collect(),
+        ALWAYS,
+    );
 }
 
 fn initial_scale(c: &mut Configuration, path: &str, value: &Value) {

@@ -18,11 +18,8 @@ fn kind_and_params<'a>(
     path: &str,
     value: &'a Value,
 ) -> Option<(&'a str, Option<&'a Object>)> {
-    const KEYS: &[(&str, Rule)] = &[
-        ("type", Rule::NoEffect),
-        ("params", Rule::NoEffect),
-        ("legacy_fusion", Rule::NoEffect),
-    ];
+    const KEYS: &[(&str, Rule)] =
+        &[("type", Rule::NoEffect), ("params", Rule::NoEffect), ("legacy_fusion", Rule::NoEffect)];
     let object = c.object(path, value)?;
     let quiet = c.without_effect.len();
     c.section(path, object, KEYS);
@@ -117,6 +114,11 @@ pub fn scheduler(c: &mut Configuration, path: &str, value: &Value) {
     c.say(&format!("{path}.type"), "lr-schedule", name);
     if let Some(params) = params {
         c.section(&format!("{path}.params"), params, keys);
+    }
+    let has_peak = params.is_some_and(|params| params.contains_key("warmup_max_lr"));
+    if keys.iter().any(|(key, _)| *key == "warmup_max_lr") && !has_peak {
+        let peak = c.setting("warmup-max-lr", "0.001");
+        c.otherwise(&format!("{path}.params: {name}'s default"), peak, &[]);
     }
 }
 
@@ -225,7 +227,9 @@ pub fn stages(c: &mut Configuration, path: &str, value: &Value) {
 pub fn partition(c: &mut Configuration, path: &str, value: &Value) {
     match value.as_str() {
         Some("best" | "auto") => c.without_effect.push(path.to_string()),
-        Some(method) if matches!(method, "uniform" | "parameters") || method.starts_with("type:") => {
+        Some(method)
+            if matches!(method, "uniform" | "parameters") || method.starts_with("type:") =>
+        {
             c.say(path, "pipeline-partition", method);
         }
         _ => {
@@ -325,7 +329,8 @@ pub fn csv_monitor(c: &mut Configuration, path: &str, value: &Value) {
     if let Some(folder) = monitor(c, path, value) {
         let file = folder.join("metrics.jsonl").display().to_string();
         c.say(path, "metrics", &file);
-        c.notes.push(format!("{}: {file} has a JSON object for each step, not CSV", c.origin(path)));
+        c.notes
+            .push(format!("{}: {file} has a JSON object for each step, not CSV", c.origin(path)));
     }
 }
 

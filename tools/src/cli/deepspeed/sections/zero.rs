@@ -23,7 +23,8 @@ pub fn section(c: &mut Configuration, path: &str, value: &Value) {
 /// `reduce_bucket_size`: buckets of ZeRO-2 and 3 are units.
 pub fn bucket_size(c: &mut Configuration, path: &str, value: &Value) {
     let stage = c.said.iter().find(|said| said.setting.key == "zero_stage");
-    let by_unit = stage.is_some_and(|said| ["2", "3"].contains(&super::super::merge::value_of(&said.setting)));
+    let by_unit = stage
+        .is_some_and(|said| ["2", "3"].contains(&super::super::merge::value_of(&said.setting)));
     match value {
         auto if *auto == "auto" => c.without_effect.push(path.to_string()),
         number if by_unit => match Kind::Whole.text(number) {
@@ -79,7 +80,11 @@ fn nvme_path(c: &mut Configuration, path: &str, value: Option<&Value>) {
             let folder = if local.is_dir() { local.to_path_buf() } else { std::env::temp_dir() };
             let setting = c.setting("nvme-path", &folder.display().to_string());
             if !c.otherwise.iter().any(|other| other.said.setting.key == "nvme_path") {
-                c.otherwise(&format!("{path}: not given"), setting, &["offload_optimizer_nvme_path"]);
+                c.otherwise(
+                    &format!("{path}: not given"),
+                    setting,
+                    &["offload_optimizer_nvme_path"],
+                );
             }
         }
         Some(folder) => c.flag(path, "nvme-path", Kind::Text, folder),
