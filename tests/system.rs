@@ -19,3 +19,4 @@ mod random;
 mod reshard;
 mod resume;
 mod saving;
+mod timers;

@@ -41,7 +41,7 @@ mod validate;
 pub use data::parse_split;
 pub use data::{
     CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention,
-    SchedulerOf, Takes, TensorboardConfig,
+    SchedulerOf, Takes, TensorboardConfig, TimingLogOption,
 };
 pub use model::{ModelConfig, Normalization, PositionEmbedding, RopeScaling, SlidingWindow};
 pub use optimizer::{
