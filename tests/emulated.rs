@@ -399,3 +399,30 @@ fn a_profile_has_the_devices_times_and_waits_for_none_within_a_step() {
         assert!(events.iter().any(|e| e.name == name), "no {name}");
     }
 }
+
+#[test]
+fn timers_have_the_devices_times_and_wait_for_none() {
+    let mut config = config(Style::Gpt2, 0.1, Precision::Bf16);
+    (config.logging.timing_log_level, config.logging.log_interval) = (2, 2);
+    let data = sources(Tokens::synthetic(config.model.vocab_size as u32, config.model.seq_length));
+    let ranks = on_ranks(1, |world| {
+        run(Order::Forward, || {
+            let mut trainer = trainer(&config, world, &data)?;
+            trainer.step()?;
+            trainer.advance(false)?;
+            take_counts();
+            let steps = trainer.advance(false)?;
+            Ok((steps, take_counts(), trainer.settle()?))
+        })
+    });
+    let (steps, counts, third) = ranks.unwrap().remove(0);
+    let [second] = steps.as_slice() else { panic!("{} steps", steps.len()) };
+    assert_eq!((second.iteration, counts.waits), (2, 1), "{counts:?}");
+    assert!(counts.timestamps > 0 && third.unwrap().timers.is_none());
+    let timers = second.timers.as_ref().expect("a summary every two steps");
+    for name in ["forward", "backward", "optimizer", "output"] {
+        let all = timers.entries.iter().chain(&timers.details);
+        let entry = all.into_iter().find(|entry| entry.name == name);
+        assert!(entry.is_some_and(|entry| entry.ms[0] > 0.0), "{name} in {timers:?}");
+    }
+}

@@ -20,3 +20,4 @@ mod random;
 mod reshard;
 mod resume;
 mod saving;
+mod timers;

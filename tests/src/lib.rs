@@ -116,6 +116,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             eval_iters: 0,
             log_params_norm: false,
             log_num_zeros_in_grad: false,
+            timing_log_level: 0,
+            timing_log_option: Default::default(),
             metrics: None,
             tensorboard: None,
             prompt: None,

@@ -1,11 +1,14 @@
 //! Timed spans of a thread's activities: phases of a step, kernels, collectives, waits.
 //!
-//! Nothing is recorded unless a [`Recorder`] is entered on the thread. A span then costs two clock
-//! readings; otherwise it costs one look at a thread-local. Spans of one thread nest.
+//! Nothing is recorded unless a [`Recorder`] is entered on the thread, and nothing is summed unless
+//! [`Timers`] are. A span then costs two clock readings; otherwise it costs one look at a
+//! thread-local. Spans of one thread nest.
 //!
 //! A thread that entered with a GPU ([`Recorder::enter_on`]) records when the GPU computes the work
 //! of a span, not when the host queues it. The device notes these times in passing, and they are
 //! read when the recording has ended. Nothing waits for the device in between.
+
+mod timers;
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,6 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use candle_core::{Device, Tensor};
 
+pub use self::timers::{Part, Sums, Timers, Timing};
 #[cfg(gpu)]
 use crate::tensor::gpu::{Gpu, Timestamp};
 
@@ -85,8 +89,7 @@ impl Recorder {
     /// The recorder of the current thread, if any, for entering on another thread that works for
     /// this one.
     pub fn current() -> Option<Self> {
-        RECORDING
-            .get()
+        records()
             .then(|| LOCAL.with_borrow(|local| local.as_ref().map(|l| Self(l.shared.clone()))))
             .flatten()
     }
@@ -108,7 +111,7 @@ impl Recorder {
             clock: None,
         };
         let before = LOCAL.replace(Some(local));
-        RECORDING.set(true);
+        LISTENERS.set(LISTENERS.get() | RECORDS);
         Entered { before }
     }
 
@@ -195,9 +198,31 @@ impl Clock {
     }
 }
 
+/// A recorder hears the thread's spans.
+const RECORDS: u8 = 1;
+/// Timers hear the thread's spans.
+const TIMES: u8 = 2;
+
 thread_local! {
-    static RECORDING: Cell<bool> = const { Cell::new(false) };
+    /// Who hears the thread's spans.
+    static LISTENERS: Cell<u8> = const { Cell::new(0) };
     static LOCAL: RefCell<Option<Local>> = const { RefCell::new(None) };
+}
+
+fn records() -> bool {
+    LISTENERS.get() & RECORDS != 0
+}
+
+/// Runs `f` without hearing its spans.
+pub fn unheard<T>(f: impl FnOnce() -> T) -> T {
+    struct Restore(u8);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            LISTENERS.set(self.0);
+        }
+    }
+    let _restore = Restore(LISTENERS.replace(0));
+    f()
 }
 
 /// The current thread records while this lives.
@@ -208,7 +233,8 @@ pub struct Entered {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        RECORDING.set(self.before.is_some());
+        let records = if self.before.is_some() { RECORDS } else { 0 };
+        LISTENERS.set((LISTENERS.get() & !RECORDS) | records);
         if let Some(local) = LOCAL.replace(self.before.take()) {
             #[cfg(gpu)]
             let local = {
@@ -229,6 +255,13 @@ impl Drop for Entered {
 pub struct Span(Option<Open>);
 
 struct Open {
+    /// What a recorder is told.
+    recorded: Option<Recorded>,
+    /// The part that the thread's time counted to before, if it counts to another one in the span.
+    before: Option<Part>,
+}
+
+struct Recorded {
     name: &'static str,
     kind: Kind,
     start: Instant,
@@ -243,10 +276,18 @@ struct Open {
 /// Begins a span on this thread.
 #[inline]
 pub fn span(name: &'static str, kind: Kind) -> Span {
-    if !RECORDING.get() {
-        return Span(None);
-    }
-    Span(Some(Open {
+    if LISTENERS.get() == 0 { Span(None) } else { heard(name, kind, None) }
+}
+
+/// Begins a span whose time counts to `part` of a step.
+#[inline]
+pub fn timed(name: &'static str, kind: Kind, part: Part) -> Span {
+    if LISTENERS.get() == 0 { Span(None) } else { heard(name, kind, Some(part)) }
+}
+
+fn heard(name: &'static str, kind: Kind, part: Option<Part>) -> Span {
+    let before = part.filter(|_| LISTENERS.get() & TIMES != 0).and_then(timers::switch);
+    let recorded = records().then(|| Recorded {
         name,
         kind,
         start: Instant::now(),
@@ -255,7 +296,9 @@ pub fn span(name: &'static str, kind: Kind) -> Span {
         flops: 0,
         bytes: 0,
         place: None,
-    }))
+    });
+    let is_heard = recorded.is_some() || before.is_some();
+    Span(is_heard.then_some(Open { recorded, before }))
 }
 
 /// The time on the thread's GPU, if the thread records a GPU.
@@ -273,7 +316,7 @@ pub fn kernel(name: &'static str, flops: usize, bytes: usize) -> Span {
 /// Begins the span of a kernel that reads or writes these tensors, each once.
 #[inline]
 pub(crate) fn moves(name: &'static str, tensors: &[&Tensor]) -> Span {
-    if !RECORDING.get() {
+    if !records() {
         return Span(None);
     }
     kernel(name, 0, bytes(tensors))
@@ -282,7 +325,7 @@ pub(crate) fn moves(name: &'static str, tensors: &[&Tensor]) -> Span {
 /// Begins the span of a product of `rows`, each multiplied by the whole `matrix`.
 #[inline]
 pub(crate) fn product(name: &'static str, rows: &Tensor, matrix: &Tensor) -> Span {
-    if !RECORDING.get() {
+    if !records() {
         return Span(None);
     }
     let num_rows = rows.elem_count() / rows.dims().last().copied().unwrap_or(1).max(1);
@@ -295,11 +338,15 @@ pub(crate) fn bytes(tensors: &[&Tensor]) -> usize {
 }
 
 impl Span {
+    fn recorded(&mut self) -> Option<&mut Recorded> {
+        self.0.as_mut()?.recorded.as_mut()
+    }
+
     /// Sets the span's amount of work.
     #[inline]
     pub fn work(mut self, flops: usize, bytes: usize) -> Self {
-        if let Some(open) = &mut self.0 {
-            (open.flops, open.bytes) = (flops as u64, bytes as u64);
+        if let Some(recorded) = self.recorded() {
+            (recorded.flops, recorded.bytes) = (flops as u64, bytes as u64);
         }
         self
     }
@@ -307,34 +354,43 @@ impl Span {
     /// Sets the microbatch and chunk of a pipeline pass.
     #[inline]
     pub fn at(mut self, microbatch: usize, chunk: usize) -> Self {
-        if let Some(open) = &mut self.0 {
-            open.place = Some((microbatch, chunk));
+        if let Some(recorded) = self.recorded() {
+            recorded.place = Some((microbatch, chunk));
         }
         self
     }
 }
 
 impl Drop for Span {
+    #[inline]
     fn drop(&mut self) {
-        let Some(open) = self.0.take() else { return };
+        if let Some(Open { recorded, before }) = self.0.take() {
+            recorded.into_iter().for_each(Recorded::end);
+            before.into_iter().for_each(timers::back_to);
+        }
+    }
+}
+
+impl Recorded {
+    fn end(self) {
         let end = Instant::now();
         LOCAL.with_borrow_mut(|local| {
             let Some(local) = local else { return };
             #[cfg(gpu)]
-            if let Some((start, end)) = open.there.zip(timestamp(local))
+            if let Some((start, end)) = self.there.zip(timestamp(local))
                 && let Some(clock) = &mut local.clock
             {
                 clock.taken.push((local.events.len(), start, end));
             }
             local.events.push(Event {
-                name: open.name,
-                kind: open.kind,
+                name: self.name,
+                kind: self.kind,
                 thread: local.thread,
-                start: open.start.saturating_duration_since(local.shared.begin),
-                length: end - open.start,
-                flops: open.flops,
-                bytes: open.bytes,
-                place: open.place,
+                start: self.start.saturating_duration_since(local.shared.begin),
+                length: end - self.start,
+                flops: self.flops,
+                bytes: self.bytes,
+                place: self.place,
             });
         });
     }

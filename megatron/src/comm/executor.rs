@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kernels::tensor::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::communicator::Work;
 use super::inbox::lock;
@@ -227,7 +227,7 @@ impl Submitted {
     /// # Errors
     /// The error of the operation.
     pub fn wait(self) -> Result<()> {
-        let _span = span("wait for a collective", Kind::Wait);
+        let _span = timed("wait for a collective", Kind::Wait, Part::Wait);
         self.shared.complete(self.number)
     }
 

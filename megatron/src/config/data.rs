@@ -153,6 +153,12 @@ pub struct LoggingConfig {
     /// Adds the number of zero elements in the gradient to log lines (`--log-num-zeros-in-grad`).
     #[serde(default)]
     pub log_num_zeros_in_grad: bool,
+    /// 0: no timers; 1: the time of each part of a step; 2: also of details.
+    #[serde(default)]
+    pub timing_log_level: u8,
+    /// How timers summarize the ranks.
+    #[serde(default)]
+    pub timing_log_option: TimingLogOption,
     /// File that receives one JSON object per step.
     pub metrics: Option<PathBuf>,
     /// Event files for TensorBoard, if any.
@@ -165,6 +171,19 @@ pub struct LoggingConfig {
     /// Steps to record, if any.
     #[serde(default)]
     pub profile: Option<ProfileConfig>,
+}
+
+/// How the timers of a run summarize its ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TimingLogOption {
+    /// The smallest and the largest time of a rank.
+    #[default]
+    Minmax,
+    /// The largest time of a rank.
+    Max,
+    /// The times of all ranks.
+    All,
 }
 
 /// The values of a run written for TensorBoard, under Megatron-LM's names.
@@ -260,6 +279,8 @@ impl Default for LoggingConfig {
             eval_iters: 1,
             log_params_norm: false,
             log_num_zeros_in_grad: false,
+            timing_log_level: 0,
+            timing_log_option: TimingLogOption::default(),
             metrics: None,
             tensorboard: None,
             prompt: None,

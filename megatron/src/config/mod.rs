@@ -42,7 +42,7 @@ mod validate;
 pub use data::parse_split;
 pub use data::{
     CheckpointConfig, DataConfig, DataloaderType, LoggingConfig, ProfileConfig, Retention,
-    SchedulerOf, Takes, TensorboardConfig,
+    SchedulerOf, Takes, TensorboardConfig, TimingLogOption,
 };
 pub use deepspeed_schedule::{
     DeepSpeedSchedule, LrRangeTest, OneCycle, Warmup, WarmupCosine, WarmupDecay, WarmupType,

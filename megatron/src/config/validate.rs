@@ -585,6 +585,10 @@ impl Check<'_> {
         self.require(run.logging.log_interval > 0, |c| {
             format!("{} must be at least 1", c.cite("log_interval", 0))
         });
+        let level = run.logging.timing_log_level;
+        self.require(level <= 2, |c| {
+            format!("{} must be 0, 1 or 2", c.cite("timing_log_level", level))
+        });
         let tensorboard =
             run.logging.tensorboard.as_ref().map(|tensorboard| tensorboard.log_interval);
         self.positive_steps("tensorboard_log_interval", tensorboard);

@@ -3,6 +3,7 @@
 
 use candle_core::{DType, Tensor};
 use kernels::tensor::device::empty;
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::declarations;
 use crate::Result;
@@ -146,6 +147,7 @@ impl GradientReducer {
     }
 
     fn reduce(&mut self, index: usize, store: &ParamStore) -> Result<()> {
+        let _span = timed("reduce gradients", Kind::Phase, Part::Reduce);
         let bucket = &store.buckets()[index];
         store.clear_stale(&bucket.params)?;
         self.sum_over_tp(bucket, store)?;

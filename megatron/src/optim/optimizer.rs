@@ -9,6 +9,7 @@ use kernels::ops::clip::Verdict;
 use kernels::ops::optimizer::{
     AdamW, Segment, Sgd, StochasticRounding, adamw_segments, sgd_segments,
 };
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::ownership::speaks_for;
 use super::state::{BucketState, Column};
@@ -270,6 +271,7 @@ impl Optimizer {
         }
         if (placements.weights, placements.optimizer) == (Placement::Replicated, Placement::Sharded)
         {
+            let _span = timed("gather weights", Kind::Phase, Part::Gather);
             let gathers = store.buckets().iter().zip(&self.states).map(|(bucket, state)| {
                 let whole = bucket.weights.whole()?;
                 let own = whole.narrow(0, state.range.start, state.range.len())?;

@@ -1,5 +1,7 @@
 //! ZeRO-3: weights are gathered for the layers that use them, and freed behind them.
 
+use kernels::tensor::trace::{Kind, Part, timed};
+
 use super::{ParamId, ParamStore};
 use crate::comm::Group;
 use crate::{Error, Result};
@@ -34,6 +36,7 @@ impl<'a> UnitWindow<'a> {
     /// If a peer fails, or there is no memory.
     pub fn advance(&mut self) -> Result<()> {
         let Some(lending) = &self.store.lending else { return Ok(()) };
+        let _span = timed("gather weights", Kind::Phase, Part::Gather);
         let at = self.next;
         self.next += 1;
         let unit = self

@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use crate::config::Recompute;
 use crate::params::{ParamId, UnitWindow};
@@ -96,6 +97,7 @@ impl Chunk {
         ctx: &Ctx,
         units: &mut UnitWindow,
     ) -> Result<Vec<Saved>> {
+        let _span = timed("recompute", Kind::Phase, Part::Recompute);
         let Some((last, before)) = self.layers[layers.clone()].split_last() else {
             return Ok(Vec::new());
         };
@@ -145,6 +147,7 @@ impl Chunk {
         let (made, output) = match &self.output {
             Some(output) => {
                 units.advance()?;
+                let _span = timed("output", Kind::Phase, Part::OutputForward);
                 let (loss, saved) = output.forward(x, ctx)?;
                 (ChunkOutput::Loss(loss), Some(saved))
             }
@@ -231,7 +234,9 @@ impl Chunk {
         let mut dx = match (&self.output, saved.output, dy) {
             (Some(output), Some(saved), None) => {
                 units.advance()?;
+                let span = timed("output", Kind::Phase, Part::OutputBackward);
                 let dx = output.backward(saved, ctx)?;
+                drop(span);
                 ready(&output.params())?;
                 dx
             }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use kernels::tensor::device::{Reading, empty, read_later};
-use kernels::tensor::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
 use super::schedule::{Action, Payload, Schedule};
@@ -143,7 +143,8 @@ impl Stage {
                 Action::Send { what: payload, microbatch, chunk, to: peer } => {
                     let tensor =
                         take(&mut outgoing, (payload, (microbatch, chunk)), "a tensor to send")?;
-                    let _span = span("send", Kind::Communication).at(microbatch, chunk);
+                    let _span =
+                        timed("send", Kind::Communication, Part::Send).at(microbatch, chunk);
                     sends.push(self.pp.send(&tensor, peer, payload.tag())?);
                 }
                 Action::Forward { microbatch, chunk } => {
@@ -152,7 +153,7 @@ impl Stage {
                     let weights = if weighs { Some(weigh(batch)?) } else { None };
                     let ctx = self.ctx(batch, phase, weights.as_ref());
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
-                    let _span = span("forward", Kind::Phase).at(microbatch, chunk);
+                    let _span = timed("forward", Kind::Phase, Part::Forward).at(microbatch, chunk);
                     let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
                     match output {
                         ChunkOutput::Loss(loss) => losses.0[microbatch] = Some(loss),
@@ -178,7 +179,7 @@ impl Stage {
                     let dy = arrive(&mut received, Payload::Gradient, (microbatch, chunk))?;
                     let kept = take(&mut saved, (microbatch, chunk), "activations")?;
                     let name = if whole { "backward" } else { "input gradients" };
-                    let _span = span(name, Kind::Phase).at(microbatch, chunk);
+                    let _span = timed(name, Kind::Phase, Part::Backward).at(microbatch, chunk);
                     // A chunk's backwards run in order of microbatches, so the last one completes
                     // the gradients.
                     let mut completes = Vec::new();
@@ -204,12 +205,14 @@ impl Stage {
                 Action::WeightGradients { microbatch, chunk } => {
                     let DelayedWeightGradients { products, completes } =
                         take(&mut delayed, (microbatch, chunk), "weight gradients")?;
-                    let _span = span("weight gradients", Kind::Phase).at(microbatch, chunk);
+                    let _span = timed("weight gradients", Kind::Phase, Part::Backward)
+                        .at(microbatch, chunk);
                     products.compute(&self.params)?;
                     gradients.ready(&completes, &self.params)?;
                 }
             }
         }
+        let _span = (!sends.is_empty()).then(|| timed("wait for sends", Kind::Wait, Part::Send));
         for send in sends {
             send.wait()?;
         }
@@ -293,7 +296,7 @@ fn arrive(
                 Payload::Activation => "wait for an activation",
                 Payload::Gradient => "wait for a gradient",
             };
-            let _span = span(name, Kind::Wait).at(key.0, key.1);
+            let _span = timed(name, Kind::Wait, Part::Receive).at(key.0, key.1);
             work.wait()?;
             Ok(Some(tensor))
         }

@@ -13,7 +13,7 @@ use kernels::ops::dropout::step_and_samples;
 use kernels::ops::reduce::copy;
 use kernels::tensor::device::empty;
 use kernels::tensor::graph::{Graph, record};
-use kernels::tensor::trace::Recorder;
+use kernels::tensor::trace::{Kind, Part, Recorder, timed, unheard};
 
 use super::engine::{GradientListener, Losses, Stage};
 use super::generators::one_f_one_b;
@@ -153,13 +153,11 @@ impl Recorded {
         let schedule = one_f_one_b(1, 1, 0)?;
         let graph = record(&stage.device, || {
             let weigh = |_: &MicroBatch| Ok(weights.clone());
-            let losses = stage.run_weighted(
-                &schedule,
-                std::slice::from_ref(&input),
-                phase,
-                &weigh,
-                &mut NothingEarly,
-            )?;
+            let inputs = std::slice::from_ref(&input);
+            // Spans of a recording have no time.
+            let losses = unheard(|| {
+                stage.run_weighted(&schedule, inputs, phase, &weigh, &mut NothingEarly)
+            })?;
             match losses.0.as_slice() {
                 [Some(sum)] => Ok(copy(&loss, sum)?),
                 _ => Err(Error::config("internal error: a graph of a stage without the head")),
@@ -175,6 +173,7 @@ impl Recorded {
         weights: &Tensor,
         step_and_samples: Option<&Tensor>,
     ) -> Result<Tensor> {
+        let _span = timed("graph", Kind::Phase, Part::Forward);
         let inputs = [
             (&self.input.tokens, &batch.tokens),
             (&self.input.labels, &batch.labels),

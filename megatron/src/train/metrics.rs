@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::memory::Peak;
+use super::timers::StepTimers;
 use crate::{Error, Result, files};
 
 /// The metrics of one training step; the same on every rank.
@@ -52,6 +53,9 @@ pub struct StepMetrics {
     pub nonfinite_in_a_row: u64,
     /// Peak memory of a rank so far.
     pub memory: Peak,
+    /// Timers over the steps since the last log line, if they were requested and this step has a
+    /// log line.
+    pub timers: Option<StepTimers>,
 }
 
 /// One evaluation.
@@ -114,6 +118,9 @@ impl StepMetrics {
         }
         if let Some(reserved) = self.memory.reserved {
             object["memory_reserved"] = json!(reserved);
+        }
+        if let Some(timers) = &self.timers {
+            object["timers"] = timers.to_json();
         }
         object
     }
@@ -321,6 +328,7 @@ impl StepMetrics {
             nan_iterations: 0,
             nonfinite_in_a_row: 0,
             memory: Peak { allocated: 1 << 20, reserved: None },
+            timers: None,
         }
     }
 }

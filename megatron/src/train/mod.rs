@@ -102,6 +102,7 @@ mod state;
 mod step_plan;
 mod stored;
 mod tensorboard;
+mod timers;
 mod trainer;
 
 pub use agreement::require as require_alike;
@@ -123,4 +124,5 @@ pub use sources::Sources;
 pub use state::{GPT, SavedRun, saved_run, weights_only_state, with_parallel};
 pub use step_plan::StepPlan;
 pub use stored::reshard_tensors;
+pub use timers::{StepTimers, TimerEntry};
 pub use trainer::Trainer;

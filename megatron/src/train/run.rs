@@ -124,6 +124,11 @@ impl Trainer {
         if let Some(note) = self.no_evaluation() {
             reporter.message(&note);
         }
+        if self.config.logging.timing_log_level > 0 && self.config.training.enable_cuda_graph {
+            reporter.message(
+                "note: a CUDA graph computes forward and backward together; the timers show them as forward-backward",
+            );
+        }
         reporter.start(self.progress.iteration, train_iters);
         let mut saved_at = self.progress.iteration;
         let mut withheld = false;

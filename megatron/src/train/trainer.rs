@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use kernels::tensor::graph::can_record;
-use kernels::tensor::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, Part, span, timed};
 
 use super::agreement::require as require_alike;
 use super::divergence::at_step;
@@ -19,6 +19,7 @@ use super::out_of_memory::{MemoryByUse, explain};
 use super::progress::Progress;
 use super::schedules::Schedules;
 use super::sources::Sources;
+use super::timers::{IntervalTimers, StepTimers};
 use crate::checkpoint::{FolderLock, Saving};
 use crate::comm::{Group, ReduceOp};
 use crate::config::RunConfig;
@@ -75,6 +76,8 @@ pub struct Trainer {
     pub(super) folder_lock: Option<FolderLock>,
     /// Time at which results were last read.
     last_read: Option<Instant>,
+    /// Present if the log shows the time of a step's parts.
+    timers: Option<IntervalTimers>,
     /// Start of the time that `exit_duration_in_mins` limits.
     started: Instant,
     pub(super) valid: Option<Loader>,
@@ -209,6 +212,7 @@ impl Trainer {
             saving: None,
             folder_lock: None,
             last_read: None,
+            timers: IntervalTimers::of(config),
             started: Instant::now(),
             valid: sources.valid.as_ref().map(loader),
             test: sources.test.as_ref().map(loader),
@@ -271,7 +275,7 @@ impl Trainer {
         if kernels::tensor::device::computes_ahead(&self.stage.device)
             && self.progress.iteration < training.train_iters
         {
-            let _span = span("read data", Kind::Phase);
+            let _span = timed("read data", Kind::Phase, Part::Data);
             self.ahead = Some((self.progress.consumed_samples, self.read()));
         }
     }
@@ -340,8 +344,10 @@ impl Trainer {
 
     fn try_advance(&mut self, at_once: bool) -> Result<Vec<StepMetrics>> {
         let start = Instant::now();
+        let device = &self.stage.device;
+        let _timing = self.timers.as_ref().map(|timers| timers.enter(device)).transpose()?;
         let _step = span("step", Kind::Phase);
-        let reading = span("read data", Kind::Phase);
+        let reading = timed("read data", Kind::Phase, Part::Data);
         let batches = self.next_batches()?;
         let tokens = self.count_tokens(&batches)?;
         drop(reading);
@@ -359,7 +365,7 @@ impl Trainer {
         };
         self.stage.params.release_weights()?;
         {
-            let _span = span("finish gradients", Kind::Phase);
+            let _span = timed("finish gradients", Kind::Phase, Part::Reduce);
             self.reducer.finish(&self.stage.params)?;
         }
         // Whether the previous update was applied determines this step's learning rate and Adam's
@@ -369,7 +375,7 @@ impl Trainer {
         let betas = self.lr.betas_at(self.progress.applied());
         let weight_decay = weight_decay_at(&self.config.optimizer, self.progress.applied_samples);
         let update = {
-            let _span = span("optimizer", Kind::Phase);
+            let _span = timed("optimizer", Kind::Phase, Part::Optimizer);
             self.optimizer.step(
                 &self.stage.params,
                 Rates { learning_rate, weight_decay, betas },
@@ -378,6 +384,7 @@ impl Trainer {
         };
         let (squared_params, zeros_in_grad) = self.statistics(self.progress.iteration + 1)?;
         self.stage.params.release_grads();
+        self.timers.iter().for_each(IntervalTimers::end_step);
         let results = losses.read_with(vec![update.verdict().clone()])?;
         let global_batch_size =
             self.config.training.global_batch_size_at(self.progress.consumed_samples);
@@ -473,6 +480,8 @@ impl Trainer {
         let now = Instant::now();
         let start = self.last_read.replace(now).map_or(step.start, |last| last.max(step.start));
         let seconds = (now - start).as_secs_f64();
+        let timers = self.add_to_timers(step.iteration, now - start)?;
+        let progress = &self.progress;
         let model = &self.config.model;
         let flops = step_flops(model, gbs, model.padded_vocab_size(self.groups.tp.size()));
         Ok(Some(StepMetrics {
@@ -495,7 +504,23 @@ impl Trainer {
             nan_iterations: progress.nan_iterations,
             nonfinite_in_a_row: progress.nonfinite_in_a_row,
             memory: peak_memory_of(&self.stage.device),
+            timers,
         }))
+    }
+
+    /// Adds a step that took `elapsed` to the timers, if there are any. Returns their summary if
+    /// the step has a log line. Collective over the world for these steps.
+    fn add_to_timers(&mut self, iteration: u64, elapsed: Duration) -> Result<Option<StepTimers>> {
+        let Some(mut timers) = self.timers.take() else { return Ok(None) };
+        timers.add(elapsed);
+        let is_due = iteration.is_multiple_of(self.config.logging.log_interval.max(1))
+            || iteration == self.config.training.train_iters;
+        let world = &self.groups.world;
+        let sum = |values| self.sum_over_world(values);
+        let summary =
+            is_due.then(|| timers.summarize(world.rank(), world.size(), sum)).transpose()?;
+        self.timers = Some(timers);
+        Ok(summary)
     }
 
     /// Mean loss per token over `iters` global batches of a split, starting at sample `first`.

@@ -424,13 +424,13 @@ mod tests {
             "--cp-comm-type",
             "a2a",
             "p2p",
-            "--timing-log-level=0",
+            "--logging-level=0",
             "--num_workers",
             "6",
         ];
         let gathered = gathered(&[&words[..], &["--no-bias-gelu-fusion", "--lr", "0.5"]].concat());
         assert_eq!(gathered.flags.optimizer.lr, Some(0.5));
-        let names = ["--use-mcore-models", "--cp-comm-type", "--timing-log-level", "--num_workers"];
+        let names = ["--use-mcore-models", "--cp-comm-type", "--logging-level", "--num_workers"];
         assert_eq!(
             gathered.passed_over,
             [&names[..], &["--no-bias-gelu-fusion", "transformer_impl"]].concat()

@@ -7,6 +7,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use megatron::train::{EvalMetrics, Profile, Reporter, StepMetrics};
 
 use super::profile::render;
+use super::timers::timers_line;
 use super::window::Window;
 
 /// Shows steps on a terminal: a permanent line every `log_interval` steps, and the bar below.
@@ -92,6 +93,7 @@ impl Reporter for Bar {
     fn step(&mut self, metrics: &StepMetrics) {
         if let Some(window) = self.window.add(metrics, self.log_interval) {
             self.message(&step_line(metrics, &window));
+            metrics.timers.iter().for_each(|timers| self.message(timers_line(timers).trim()));
         }
         if !std::mem::replace(&mut self.runs, true) {
             self.bar.set_style(style(RUNNING));

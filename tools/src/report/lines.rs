@@ -11,6 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use megatron::train::{EvalMetrics, Peak, Profile, Reporter, StepMetrics};
 
 use super::profile::render;
+use super::timers::timers_line;
 use super::window::Window;
 
 /// Prints a line every `log_interval` steps: means over these steps, as in Megatron.
@@ -37,6 +38,7 @@ impl<W: Write + Send> Reporter for Lines<W> {
     fn step(&mut self, m: &StepMetrics) {
         if let Some(window) = self.window.add(m, self.log_interval) {
             self.print(&step_line(&now(), m, &window));
+            m.timers.iter().for_each(|timers| self.print(&timers_line(timers)));
         }
     }
 
@@ -189,6 +191,7 @@ mod tests {
             nan_iterations: 0,
             nonfinite_in_a_row: 0,
             memory: Peak::default(),
+            timers: None,
         }
     }
 

@@ -5,6 +5,7 @@ mod bytes;
 mod lines;
 pub mod profile;
 pub mod table;
+mod timers;
 mod window;
 mod words;
 

@@ -357,6 +357,45 @@ fn statistics_of_parameters_and_gradients_are_told_beside_log_lines() {
 }
 
 #[test]
+fn timers_follow_each_log_line_and_are_in_the_metrics_and_the_curves() {
+    let board = ["--log-interval=2", "--tensorboard-dir=board", "--log-timers-to-tensorboard"];
+    for (flags, ranks, num_timers) in [
+        (&["--timing-log-level=0"][..], None, 0),
+        (&["--wall-clock-breakdown"], Some(" (min, max) time across ranks (ms): forward: ("), 6),
+        (
+            &["--timing-log-level=2", "--timing-log-option=max"],
+            Some(" max time across ranks (ms): forward: "),
+            12,
+        ),
+    ] {
+        let folder = folder();
+        let output = pretrain(folder.path(), &[&board[..], flags].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let text = stdout(&output);
+        let lines: Vec<&str> = text.lines().collect();
+        let at: Vec<usize> =
+            (0..lines.len()).filter(|at| lines[*at].contains("] iteration")).collect();
+        assert!(!at.is_empty());
+        for next in at.iter().map(|at| lines[at + 1]) {
+            assert_eq!(ranks.is_some(), next.contains("across ranks (ms)"), "{text}");
+            assert!(next.starts_with(ranks.unwrap_or_default()), "{text}");
+        }
+        let told = |line: &String| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        let steps = metrics(folder.path()).iter().map(told).collect::<Vec<_>>();
+        let steps = steps.iter().filter(|line| line.get("grad_norm").is_some());
+        for step in steps {
+            let due = num_timers > 0 && step["iteration"].as_u64().unwrap().is_multiple_of(2);
+            let there = step.get("timers").map_or(0, |timers| timers.as_object().unwrap().len());
+            assert_eq!(there, if due { num_timers } else { 0 }, "{step}");
+        }
+        let mut files = std::fs::read_dir(folder.path().join("board")).unwrap();
+        let events = files.find_map(|file| std::fs::read(file.unwrap().path()).ok()).unwrap();
+        let tag = b"forward-time";
+        assert_eq!(events.windows(tag.len()).any(|part| part == tag), num_timers > 0);
+    }
+}
+
+#[test]
 fn a_killed_rank_is_named_and_ends_the_run() {
     let folder = folder();
     let child =

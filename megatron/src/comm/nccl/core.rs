@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use candle_core::Tensor;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DevicePtr, DriverError};
 use kernels::tensor::gpu::DevicePointer;
-use kernels::tensor::trace::{Kind, span};
+use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::library::{Comm, Failed, Operation};
 use super::watchdog::{ASK, VERDICT, Watchdog};
@@ -242,7 +242,7 @@ struct Queued {
 
 impl Pending for Queued {
     fn wait(self: Box<Self>) -> Result<()> {
-        let _span = span(self.what, Kind::Communication);
+        let _span = timed(self.what, Kind::Communication, Part::Wait);
         self.core.check(self.what)?;
         self.compute.wait(&self.done).map_err(|e| self.core.driver(self.what, e))
     }

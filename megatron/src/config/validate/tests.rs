@@ -126,6 +126,8 @@ pub(crate) fn valid() -> RunConfig {
             eval_iters: 1,
             log_params_norm: false,
             log_num_zeros_in_grad: false,
+            timing_log_level: 0,
+            timing_log_option: Default::default(),
             metrics: None,
             tensorboard: None,
             prompt: None,
@@ -147,7 +149,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 49] = [
+    let cases: [(Break, &str); 50] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -250,6 +252,7 @@ fn every_broken_equation_is_named_with_its_numbers() {
         (|c| c.data.split = "0,0,0".into(), "split = \"0,0,0\""),
         (|c| c.checkpoint.save_interval = Some(5), "save_interval = 5 has no folder"),
         (|c| c.logging.log_interval = 0, "log_interval = 0 must be at least 1"),
+        (|c| c.logging.timing_log_level = 3, "timing_log_level = 3 must be 0, 1 or 2"),
         (
             |c| {
                 c.logging.tensorboard = Some(TensorboardConfig {

@@ -10,6 +10,7 @@ pub use event_file::has_events;
 
 use super::metrics::{EvalMetrics, StepMetrics};
 use super::progress::Progress;
+use super::timers::StepTimers;
 use crate::Result;
 use crate::config::{Precision, RunConfig, TensorboardConfig};
 use event_file::EventFile;
@@ -96,6 +97,10 @@ impl TensorboardWriter {
                 let tflops = if elapsed_ms > 0.0 { work / elapsed_ms } else { 0.0 };
                 self.steps
                     .scalars(m.iteration, &[("iteration-time", seconds), ("throughput", tflops)])?;
+                for (name, ms) in m.timers.iter().flat_map(StepTimers::largest) {
+                    let tag = format!("{name}-time");
+                    self.steps.scalars(m.iteration, &[(&tag, ms / 1e3)])?;
+                }
             }
         }
         if self.flushed.elapsed() < DELAY { Ok(()) } else { self.flush() }

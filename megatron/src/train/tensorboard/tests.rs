@@ -2,6 +2,7 @@ use std::path::Path;
 
 use super::*;
 use crate::config::valid;
+use crate::train::TimerEntry;
 
 /// Each step takes longer than the previous one.
 fn step(iteration: u64) -> StepMetrics {
@@ -66,9 +67,18 @@ fn values_are_shown_once_a_second_and_after_evaluations() {
 fn times_are_means_over_the_steps_since_the_last_log_line() {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = writer(folder.path(), true, 2);
-    (1..=5).for_each(|iteration| writer.step(&step(iteration)).unwrap());
+    (1..=5).for_each(|iteration| {
+        let mut step = step(iteration);
+        step.timers = iteration.is_multiple_of(2).then(|| StepTimers {
+            option: Default::default(),
+            entries: vec![TimerEntry { name: "wait", ms: vec![1.0, 2000.0 * iteration as f64] }],
+            details: vec![],
+        });
+        writer.step(&step).unwrap();
+    });
     writer.flush().unwrap();
     let content = content(folder.path());
+    assert_eq!(values(&content, "wait-time"), [4.0, 8.0]);
     assert_eq!(values(&content, "iteration-time"), [0.15, 0.35]);
     // The quotient of all operations and all time, not a mean of rates.
     assert_eq!(values(&content, "throughput"), [500.0 / 300.0, 2500.0 / 700.0]);

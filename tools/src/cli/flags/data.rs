@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{ArgAction, Args};
-use megatron::config::DataloaderType;
+use megatron::config::{DataloaderType, TimingLogOption};
 
 use super::{TokenizerFlags, choice};
 
@@ -120,6 +120,17 @@ pub struct LoggingFlags {
     /// Add the number of zero elements in the gradient to each log line
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub log_num_zeros_in_grad: bool,
+    /// Timers after each log line: 0, none; 1, the mean step's forward, backward, reduction of
+    /// gradients (and gathers of weights), optimizer, waiting and the rest; 2, also details
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub timing_log_level: u64,
+    /// How timers summarize the ranks
+    #[arg(long, value_name = "RANKS", default_value = "minmax",
+          value_parser = choice::<TimingLogOption>(&["minmax", "max", "all"]))]
+    pub timing_log_option: TimingLogOption,
+    /// DeepSpeed's name of --timing-log-level 1
+    #[arg(long, action = ArgAction::Set, default_value_t = false)]
+    pub wall_clock_breakdown: bool,
     /// File that receives one JSON object per step. A new run first renames an earlier run's file
     /// to FILE.1, FILE.2, …
     #[arg(long, value_name = "FILE")]
@@ -134,8 +145,8 @@ pub struct LoggingFlags {
     /// Also write the perplexity of evaluations to TensorBoard
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub log_validation_ppl_to_tensorboard: bool,
-    /// Also write the seconds and TFLOP/s per rank of a step to TensorBoard, every --log-interval
-    /// steps
+    /// Also write the seconds and TFLOP/s per rank of a step, and timers, to TensorBoard, every
+    /// --log-interval steps
     #[arg(long, action = ArgAction::Set, default_value_t = false)]
     pub log_timers_to_tensorboard: bool,
     /// Also write the largest memory use of a rank to TensorBoard

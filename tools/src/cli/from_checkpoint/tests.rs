@@ -66,7 +66,8 @@ const RUNS: [&str; 13] = [
      --tokenizer-hf-no-include-special-tokens",
     "--data-path=x --train-iters=10 --save=saved --save-interval=2 --async-save --save-retain-interval=4 --most-recent-k=2 --log-interval=5 \
      --eval-interval=3 --eval-iters=7 --metrics=metrics.jsonl --tensorboard-dir=board --tensorboard-log-interval=2 \
-     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --prompt=x --prompt-tokens=9",
+     --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad \
+     --timing-log-level=2 --timing-log-option=all --prompt=x --prompt-tokens=9",
     "--data-path=x --train-iters=2000 --lr-schedule=WarmupLR --warmup-min-lr=1e-5 --warmup-type=linear",
     "--data-path=x --train-iters=10 --lr-schedule=WarmupDecayLR --warmup-num-steps=3 --total-num-steps=8",
     "--data-path=x --train-iters=10 --lr-schedule=WarmupCosineLR --warmup-num-steps=3 --warmup-min-ratio=0.1 --cos-min-ratio=0.2",
@@ -126,6 +127,7 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
         "data_parallel_sharding_strategy",
         "optimizer_cpu_offload",
         "offload_optimizer_nvme_path",
+        "wall_clock_breakdown",
     ];
     let of_machines = [
         "bucket_size",

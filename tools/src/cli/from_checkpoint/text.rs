@@ -402,6 +402,8 @@ impl Text {
         self.put("eval_iters", l.eval_iters);
         self.put("log_params_norm", l.log_params_norm);
         self.put("log_num_zeros_in_grad", l.log_num_zeros_in_grad);
+        self.put("timing_log_level", l.timing_log_level);
+        self.choice("timing_log_option", &l.timing_log_option);
         l.prompt.iter().for_each(|prompt| self.text("prompt", prompt));
         self.put("prompt_tokens", l.prompt_tokens);
         if !places.continues {

@@ -16,7 +16,7 @@ pub const TABLE: &[Entry] = &[
     leave_out(
         One,
         "it is in the log, in --metrics or in TensorBoard's curves, or is not measured",
-        "logging-level timing-log-level timing-log-option tensorboard-queue-size log-memory-interval runtime-time-unit \
+        "logging-level tensorboard-queue-size log-memory-interval runtime-time-unit \
          throughput-window-size straggler-ctrlr-port straggler-minmax-count config-logger-dir",
     ),
     leave_out(

@@ -8,12 +8,15 @@ impl Resolver<'_> {
     pub(super) fn logging(&mut self, train_iters: u64) -> LoggingConfig {
         let (profile, tensorboard) = (self.profile(train_iters), self.tensorboard());
         let l = &self.flags.logging;
+        let level = l.timing_log_level.max(u64::from(l.wall_clock_breakdown));
         LoggingConfig {
             log_interval: l.log_interval,
             eval_interval: l.eval_interval,
             eval_iters: l.eval_iters,
             log_params_norm: l.log_params_norm,
             log_num_zeros_in_grad: l.log_num_zeros_in_grad,
+            timing_log_level: u8::try_from(level).unwrap_or(u8::MAX),
+            timing_log_option: l.timing_log_option,
             metrics: l.metrics.clone(),
             tensorboard,
             prompt: l.prompt.clone(),

@@ -17,7 +17,7 @@ impl Resolver<'_> {
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
         let in_files =
             [&o.offload, &p.param_offload].iter().any(|to| matches!(to, Offload::Nvme(_)));
-        let cases: [(bool, &str, &[&str]); 12] = [
+        let cases: [(bool, &str, &[&str]); 13] = [
             (
                 p.tensor_model_parallel_size == 1,
                 "tensor_model_parallel_size is 1",
@@ -51,6 +51,7 @@ impl Resolver<'_> {
             ),
             (logging.prompt.is_none(), "there is no prompt", &["prompt_tokens"]),
             (logging.profile.is_none(), "profile is off", &["profile_dir"]),
+            (logging.timing_log_level == 0, "there are no timers", &["timing_log_option"]),
         ];
         let is_given = |key: &str| {
             gathered.origins.get(key).is_some_and(|origin| recorded.as_ref() != Some(origin))
