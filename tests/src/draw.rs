@@ -154,6 +154,8 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
                 PartitionMethod::Uniform,
                 PartitionMethod::Parameters,
                 PartitionMethod::Flops,
+                PartitionMethod::Type("transformer".into()),
+                PartitionMethod::Type("transformer|embedding|head".into()),
             ]);
             if r.chance(25) {
                 p.partition = PartitionMethod::Explicit(dealt(

@@ -343,6 +343,14 @@ impl Check<'_> {
 
     fn layers(&mut self, p: &ParallelConfig, num_layers: usize, num_virtual_stages: usize) {
         let stages = format!(
+        if let PartitionMethod::Type(regex) = &p.partition
+            && let Err(why) = crate::pipeline::type_regex(regex)
+        {
+            self.problems.push(format!(
+                "{} is no regular expression: {why}",
+                self.cite("pipeline_partition", format_args!("type:{regex}"))
+            ));
+        }
             "{} · {} virtual stages each",
             self.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
             p.virtual_pipeline_size
@@ -368,7 +376,10 @@ impl Check<'_> {
                     )
                 });
             }
-            PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
+            PartitionMethod::Uniform
+            | PartitionMethod::Parameters
+            | PartitionMethod::Flops
+            | PartitionMethod::Type(_) => {
                 self.require(num_layers >= num_virtual_stages, |c| {
                     format!(
                         "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages, \

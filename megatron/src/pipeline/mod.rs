@@ -46,5 +46,6 @@ pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
 pub use replay::Replay;
+pub(crate) use partition::{matches_of_types, type_regex};
 pub use schedule::{Action, Pass, Payload, Schedule};
 pub use simulator::{Report, Slot, simulate};

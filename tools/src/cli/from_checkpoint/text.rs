@@ -162,6 +162,9 @@ impl Text {
         self.put("pipeline_extra_warmup", p.extra_warmup);
         match &p.partition {
             PartitionMethod::Explicit(sizes) => self.list("pipeline_partition", sizes),
+            PartitionMethod::Type(regex) => {
+                self.text("pipeline_partition", &format!("type:{regex}"));
+            }
             method => self.choice("pipeline_partition", method),
         }
         self.put("sequence_parallel", p.sequence_parallel);
