@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Device;
+use kernels::tensor::device::computes_ahead;
 
 use crate::Result;
 use crate::config::{Offload, ParallelConfig, PartitionMethod, Recompute};
@@ -110,7 +111,7 @@ pub(super) fn placements(parallel: &ParallelConfig) -> Placements {
 /// Where a rank on `device` keeps what is offloaded so.
 pub(super) fn residence(offload: &Offload, device: &Device) -> Residence {
     match offload {
-        Offload::Cpu if !device.is_cpu() => Residence::Host,
+        Offload::Cpu if computes_ahead(device) => Residence::Host,
         Offload::None | Offload::Cpu => Residence::Device,
         Offload::Nvme(folder) => Residence::Files(folder.clone()),
     }
@@ -136,7 +137,6 @@ pub(super) fn layout_of_stage(
     Ok(declare_stage(parallel, model, stage)?.1.place(limit, parallel.num_replicas(), tp))
 }
 
-/// The layers of each virtual stage.
 /// The names of types: of the layers of a chunk with each layer alone, of the input, and of the
 /// output.
 type Types = (Vec<Vec<&'static str>>, Option<&'static str>, Option<&'static str>);
@@ -154,6 +154,7 @@ fn types(model: &dyn ModelBuilder) -> Result<Types> {
     Ok((layers, input, output))
 }
 
+/// The layers of each virtual stage.
 pub(super) fn layers_of_chunks(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
@@ -163,11 +164,11 @@ pub(super) fn layers_of_chunks(
             let (layers, head) = model.flops();
             (layers, (0, head))
         }
-        _ => (model.layer_params(), model.end_params()),
         PartitionMethod::Type(regex) => {
             let (layers, input, output) = types(model)?;
             matches_of_types(regex, &layers, input, output)?
         }
+        _ => (model.layer_params(), model.end_params()),
     };
     let num_virtual_stages = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_size;
     partition(&parallel.partition, &layer_weights, first_extra, last_extra, num_virtual_stages)
