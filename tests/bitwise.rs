@@ -1,11 +1,14 @@
-//! Options that must not change a bit: schedule, virtual stages, recompute, ZeRO-1, bucket size,
-//! overlap.
+//! Options that must not change a bit: schedule, virtual stages, recompute and the place of what it
+//! saves, ZeRO-1, bucket size, overlap.
 
+use candle_core::Device;
 use kernels::tensor::trace::Recorder;
 use megatron::comm::CommOptions;
 use megatron::config::{
-    PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig, ScheduleKind,
+    LossScaling, Offload, PartitionMethod, Precision, Recompute, RecomputeMethod, RunConfig,
+    ScheduleKind,
 };
+use megatron::data::{GlobalBatch, Loader};
 use system_tests::{
     Style, Tokens, assert_same_runs, context, interleave, layout, on_ranks_with, sources, tiny,
     train, train_overlapping, trainer,
@@ -341,6 +344,122 @@ fn recompute() {
         let mut changed = plain.clone();
         changed.training.recompute = Recompute::Selective;
         same_bits(&format!("{name} selective"), &changed, &plain);
+    });
+}
+
+/// `config` with recomputed layers whose saved inputs are cut over tp, in files, or both.
+fn fewer_saved_inputs(config: &RunConfig, recompute: Recompute) -> Vec<(String, RunConfig)> {
+    let cuts = [(true, false), (false, true), (true, true)];
+    let cuts = cuts.into_iter().filter(|(cut, _)| !cut || !config.parallel.sequence_parallel);
+    let changed = cuts.map(|(cut, in_files)| {
+        let mut changed = config.clone();
+        let t = &mut changed.training;
+        (t.recompute, t.distribute_saved_activations) = (recompute, cut);
+        if in_files {
+            t.activation_offload = Offload::Nvme(std::env::temp_dir());
+        }
+        changed.data.data_path = vec!["memory".into()];
+        changed.validate().unwrap();
+        (format!("{recompute:?}, cut {cut}, in files {in_files}"), changed)
+    });
+    changed.collect()
+}
+
+/// Covers saved inputs of every schedule, in segments, under tp, sequence parallelism, cp and ZeRO.
+#[test]
+fn saved_inputs_cut_over_tp_and_in_files() {
+    const FEW: usize = 3;
+    let full = |method, num_layers| Recompute::Full { method, num_layers };
+    let [uniform, block] = [RecomputeMethod::Uniform, RecomputeMethod::Block];
+    for_both(|name, plain| {
+        for (dp, cp, tp, pp, stage, sequence_parallel) in [
+            (1, 1, 2, 1, 0, false),
+            (1, 1, 4, 2, 1, false),
+            (1, 2, 2, 2, 2, false),
+            (2, 1, 2, 1, 3, false),
+            (1, 1, 2, 2, 0, true),
+        ] {
+            let mut plain = context(layout(plain.clone(), dp, tp, pp), cp);
+            plain.parallel.zero_stage = stage;
+            plain.parallel.sequence_parallel = sequence_parallel;
+            let expected = train(&plain, FEW).unwrap();
+            let what = format!("{name} {dp}·{cp}·{tp}·{pp} stage {stage}");
+            for recompute in [full(uniform, 1), full(uniform, 3), full(block, 2)] {
+                for (change, changed) in fewer_saved_inputs(&plain, recompute) {
+                    let run = train(&changed, FEW).unwrap();
+                    assert_same_runs(&format!("{what}, {change}"), &run, &expected);
+                }
+            }
+            if pp == 1 {
+                let (change, changed) = fewer_saved_inputs(&plain, full(uniform, 1)).remove(2);
+                let early = train_overlapping(&changed, FEW).unwrap();
+                assert_same_runs(&format!("{what}, {change}, early"), &early, &expected);
+                continue;
+            }
+            for (schedule, cut) in under_all_schedules(&plain, 2) {
+                let (change, changed) = fewer_saved_inputs(&cut, full(uniform, 1)).pop().unwrap();
+                for (order, changed) in [("", changed.clone()), ("delayed", delayed(changed))] {
+                    let what = format!("{what}, {schedule} {order}, {change}");
+                    assert_same_runs(&what, &train(&changed, FEW).unwrap(), &expected);
+                    let early = train_overlapping(&changed, FEW).unwrap();
+                    assert_same_runs(&format!("{what}, early"), &early, &expected);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn saved_inputs_in_16_bits_and_of_an_evaluation_between_steps() {
+    for precision in [Precision::Bf16, Precision::Fp16(LossScaling::Static(1024.0))] {
+        let mut plain = layout(tiny(Style::Gpt2, 0.1), 1, 2, 2);
+        plain.training.precision = precision;
+        // An odd number of elements, which two ranks share.
+        (plain.model.seq_length, plain.model.hidden_size) = (15, 33);
+        let data =
+            sources(Tokens::synthetic(plain.model.vocab_size as u32, plain.model.seq_length));
+        let losses = |config: &RunConfig| {
+            let ranks = on_ranks_with(4, CommOptions::default(), |world| {
+                let mut trainer = trainer(config, world, &data)?;
+                let batch = GlobalBatch::new(1, 8, 0, 1)?;
+                let held_out =
+                    Loader::new(data.train.clone(), batch, config.model.vocab_size, Device::Cpu);
+                let mut losses = Vec::new();
+                for _ in 0..3 {
+                    losses.push(trainer.step()?.lm_loss);
+                    losses.push(trainer.evaluate(&held_out, 0, 1)?);
+                }
+                Ok(losses)
+            });
+            ranks.unwrap().remove(0)
+        };
+        let expected = losses(&plain);
+        let recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
+        for (change, changed) in fewer_saved_inputs(&plain, recompute) {
+            assert_eq!(losses(&changed), expected, "{precision} {change}");
+        }
+    }
+}
+
+/// `type:` counts what it matches: layers alone, or the ends as well.
+#[test]
+fn layers_dealt_by_type() {
+    for_both(|name, plain| {
+        for (regex, layers) in [("transformer", [4, 4]), ("Transformer|embedding", [4, 4])] {
+            let mut cut = layout(plain.clone(), 1, 1, 2);
+            cut.parallel.partition = PartitionMethod::Type(regex.into());
+            let data =
+                sources(Tokens::synthetic(cut.model.vocab_size as u32, cut.model.seq_length));
+            let ranks = on_ranks_with(2, CommOptions::default(), |world| {
+                Ok(trainer(&cut, world, &data)?.stage().chunks[0].layers.len())
+            });
+            assert_eq!(ranks.unwrap(), layers, "{regex}");
+            same_bits(&format!("{name} type:{regex}"), &cut, &plain);
+        }
+        let mut none = layout(plain, 1, 1, 2);
+        none.parallel.partition = PartitionMethod::Type("mlp".into());
+        let refused = train(&none, 1).unwrap_err().to_string();
+        assert!(refused.contains("its types are Embedding, TransformerLayer, Head"), "{refused}");
     });
 }
 

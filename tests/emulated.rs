@@ -11,7 +11,8 @@ use candle_core::Device;
 use kernels::tensor::gpu::emulated::{Counts, Order, run, take_counts};
 use kernels::tensor::trace::Recorder;
 use megatron::config::{
-    BatchSizeRampup, MomentDtype, Offload, OptimizerKind, Precision, RunConfig,
+    BatchSizeRampup, MomentDtype, Offload, OptimizerKind, Precision, Recompute, RecomputeMethod,
+    RunConfig,
 };
 use megatron::data::SampleSource;
 use megatron::train::Sources;
@@ -161,6 +162,32 @@ fn state_that_is_elsewhere_between_steps_changes_no_bit() {
                     train(&config, Some(Order::Forward)),
                     kept,
                     "{precision} {kind:?} {offload:?}, weights {weights:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Covers inputs in host memory and in files, whole and cut over tp, of segments and of single layers.
+#[test]
+fn saved_inputs_that_are_elsewhere_until_backward_change_no_bit() {
+    for (precision, tp, pp, num_layers) in
+        [(Precision::Fp32, 1, 1, 1), (Precision::Bf16, 2, 1, 1), (Precision::Fp32, 2, 2, 2)]
+    {
+        let mut plain = layout(config(Style::Gpt2, 0.1, precision), 1, tp, pp);
+        (plain.model.num_query_groups, plain.model.num_layers) = (2, 2 * pp);
+        let kept = train(&plain, Some(Order::Forward));
+        let full = Recompute::Full { method: RecomputeMethod::Uniform, num_layers };
+        for offload in [Offload::None, Offload::Cpu, Offload::Nvme(std::env::temp_dir())] {
+            for cut in [false, true].into_iter().filter(|cut| !cut || tp > 1) {
+                let mut config = plain.clone();
+                config.training.recompute = full;
+                config.training.distribute_saved_activations = cut;
+                config.training.activation_offload = offload.clone();
+                assert_eq!(
+                    train(&config, Some(Order::Forward)),
+                    kept,
+                    "{precision} tp {tp} pp {pp} {offload:?} cut {cut}"
                 );
             }
         }

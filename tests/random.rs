@@ -22,6 +22,8 @@ const SAVED: usize = 2;
 fn without_pipeline(config: &RunConfig) -> RunConfig {
     let mut plain = config.clone();
     plain.training.recompute = Recompute::None;
+    plain.training.distribute_saved_activations = false;
+    plain.training.activation_offload = Offload::None;
     plain.parallel = ParallelConfig {
         tensor_model_parallel_size: config.parallel.tensor_model_parallel_size,
         context_parallel_size: config.parallel.context_parallel_size,

@@ -154,6 +154,8 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
                 PartitionMethod::Uniform,
                 PartitionMethod::Parameters,
                 PartitionMethod::Flops,
+                PartitionMethod::Type("transformer".into()),
+                PartitionMethod::Type("transformer|embedding|head".into()),
             ]);
             if r.chance(25) {
                 p.partition = PartitionMethod::Explicit(dealt(
@@ -176,7 +178,15 @@ pub fn cut(r: &mut Random, config: &RunConfig) -> RunConfig {
             config.optimizer.offload = files.clone();
         }
         if config.parallel.zero_stage == 3 && r.chance(25) {
-            config.parallel.param_offload = files;
+            config.parallel.param_offload = files.clone();
+        }
+        if matches!(config.training.recompute, Recompute::Full { .. }) {
+            let p = &config.parallel;
+            let is_whole = p.tensor_model_parallel_size > 1 && !p.sequence_parallel;
+            config.training.distribute_saved_activations = is_whole && r.chance(60);
+            if r.chance(50) {
+                config.training.activation_offload = files;
+            }
         }
         if config.parallel.world_size() <= 12 && config.validate().is_ok() {
             return config;

@@ -82,6 +82,8 @@ pub fn tiny(style: Style, dropout: f64) -> RunConfig {
             skip_train: false,
             seed: 1234,
             recompute: Recompute::None,
+            distribute_saved_activations: false,
+            activation_offload: Default::default(),
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
             grad_reduce_in_fp16: false,

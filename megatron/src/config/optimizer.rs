@@ -104,7 +104,7 @@ impl fmt::Display for MomentDtype {
     }
 }
 
-/// Where something is kept between its uses: optimizer state, or weights.
+/// Where something is kept between its uses: optimizer state, weights, or saved activations.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Offload {
@@ -115,6 +115,17 @@ pub enum Offload {
     Cpu,
     /// In unnamed files on the disk of this folder.
     Nvme(PathBuf),
+}
+
+impl Offload {
+    /// Its name in settings.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Cpu => "cpu",
+            Self::Nvme(_) => "nvme",
+        }
+    }
 }
 
 /// The optimizer of a run. Schedule lengths are in samples, so that they do not depend on the batch

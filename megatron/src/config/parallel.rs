@@ -28,6 +28,9 @@ pub enum PartitionMethod {
     /// Balanced by the operations of a step: layers and the output matrix; embedding lookups do not
     /// count.
     Flops,
+    /// Equally many layers of types whose name matches this regular expression, as DeepSpeed's
+    /// `type:REGEX`. Upper and lower case are the same.
+    Type(String),
     /// Layers of each virtual stage, in order.
     Explicit(Vec<usize>),
 }

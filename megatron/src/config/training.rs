@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::DType;
 use serde::{Deserialize, Serialize};
 
-use super::{BatchSizeRampup, Precision};
+use super::{BatchSizeRampup, Offload, Precision};
 
 /// How layers are grouped for full recompute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,11 @@ impl Recompute {
             Self::None | Self::Selective => vec![(0..layers, false)],
         }
     }
+
+    /// How many segments of a chunk of `layers` layers keep only their input.
+    pub fn num_inputs(self, layers: usize) -> usize {
+        self.segments(layers).iter().filter(|(_, again)| *again).count()
+    }
 }
 
 /// Batch and length of a run.
@@ -90,6 +95,12 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Trades computation for memory.
     pub recompute: Recompute,
+    /// Full recompute: the saved inputs are cut over tp, and gathered in backward.
+    #[serde(default)]
+    pub distribute_saved_activations: bool,
+    /// Full recompute: where the saved inputs are kept until backward.
+    #[serde(default)]
+    pub activation_offload: Offload,
     /// Dtype of weights and activations.
     pub precision: Precision,
     /// Gradients are summed over dp with bf16 messages (each sum in fp32, rounded once) instead of
@@ -137,6 +148,8 @@ impl Default for TrainingConfig {
             skip_train: false,
             seed: 1234,
             recompute: Recompute::None,
+            distribute_saved_activations: false,
+            activation_offload: Offload::None,
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
             grad_reduce_in_fp16: false,

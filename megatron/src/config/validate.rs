@@ -36,6 +36,7 @@ impl RunConfig {
         check.model(&self.model);
         check.parallel(&self.parallel, &self.model);
         check.training(&self.training, &self.parallel, &self.model);
+        check.saved_inputs(&self.training, &self.parallel);
         check.precision(&self.training);
         check.optimizer(&self.optimizer);
         check.lr_schedule(self);
@@ -355,6 +356,14 @@ impl Check<'_> {
     }
 
     fn layers(&mut self, p: &ParallelConfig, num_layers: usize, num_virtual_stages: usize) {
+        if let PartitionMethod::Type(regex) = &p.partition
+            && let Err(why) = crate::pipeline::type_regex(regex)
+        {
+            self.problems.push(format!(
+                "{} is no regular expression: {why}",
+                self.cite("pipeline_partition", format_args!("type:{regex}"))
+            ));
+        }
         let stages = format!(
             "{} · {} virtual stages each",
             self.cite("pipeline_model_parallel_size", p.pipeline_model_parallel_size),
@@ -381,7 +390,10 @@ impl Check<'_> {
                     )
                 });
             }
-            PartitionMethod::Uniform | PartitionMethod::Parameters | PartitionMethod::Flops => {
+            PartitionMethod::Uniform
+            | PartitionMethod::Parameters
+            | PartitionMethod::Flops
+            | PartitionMethod::Type(_) => {
                 self.require(num_layers >= num_virtual_stages, |c| {
                     format!(
                         "{} cannot fill {num_virtual_stages} stages ({stages}); use fewer stages, \
@@ -418,6 +430,11 @@ impl Check<'_> {
                 p.zero_stage < 2 || p.num_shards() == 1,
                 self.cite("zero_stage", p.zero_stage),
                 "a graph needs gradients and weights that stay where they are; use stage 1",
+            ),
+            (
+                t.activation_offload == Offload::None,
+                self.cite("offload_activations", t.activation_offload.name()),
+                "a graph cannot copy from or to the host; leave it out",
             ),
         ] {
             self.require(holds, |_| {

@@ -1,5 +1,5 @@
-//! Elements that are kept in files instead of memory: optimizer state that is read and written once
-//! per step (Rajbhandari et al. 2021, "ZeRO-Infinity").
+//! Elements that are kept in files instead of memory, such as optimizer state that is read and written
+//! once per step (Rajbhandari et al. 2021, "ZeRO-Infinity").
 
 use std::fs::{self, File};
 use std::io;

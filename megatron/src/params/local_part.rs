@@ -162,12 +162,19 @@ impl LocalPart {
                 Ok(kernels::ops::reduce::copy(to, &narrowed(tensor, part)?)?)
             }
             (_, None) => self.read(part, to),
-            (_, Some(now)) => {
-                let staged = room(to, &now)?;
-                self.read(part, staged.tensor())?;
-                Ok(put(staged, to, &now)?)
-            }
+            (_, Some(now)) => self.copy_to_gpu(part, to, &now),
         }
+    }
+
+    /// Copies the elements `part`, which are not on the device, to `to` on a GPU: after the mark
+    /// `free`, and before work that is queued from now on.
+    ///
+    /// # Errors
+    /// If they cannot be read or copied.
+    pub fn copy_to_gpu(&self, part: &Range<usize>, to: &Tensor, free: &Mark) -> Result<()> {
+        let staged = room(to, free)?;
+        self.read(part, staged.tensor())?;
+        Ok(put(staged, to, free)?)
     }
 
     /// Copies `from`, which may be on a GPU, to the elements `part`. A tensor that was lent, where

@@ -8,10 +8,11 @@ use std::ops::Range;
 use candle_core::Tensor;
 use kernels::tensor::trace::{Kind, Part, timed};
 
+use super::saved_inputs::{SavedInput, SavedInputs};
 use crate::config::Recompute;
 use crate::params::{ParamId, UnitWindow};
 use crate::tensor_parallel::layout::Stream;
-use crate::tensor_parallel::{Ctx, Input, Layer, Output, Saved};
+use crate::tensor_parallel::{Ctx, Input, Layer, Output, Phase, Saved};
 use crate::{Error, Result};
 
 /// The layers of one virtual stage.
@@ -38,7 +39,7 @@ enum Segment {
     /// Every layer's activations.
     Kept(Vec<Saved>),
     /// The segment's input; the rest is recomputed.
-    Input(Stream),
+    Input(SavedInput),
 }
 
 /// The values for backward.
@@ -123,20 +124,32 @@ impl Chunk {
         }
     }
 
+    /// The number of inputs that a forward in training saves for recomputation.
+    pub(super) fn num_saved_inputs(&self) -> usize {
+        self.recompute.num_inputs(self.layers.len())
+    }
+
     /// Runs the chunk forward. `input` is the previous stage's residual stream; `None` on the first
-    /// virtual stage.
+    /// virtual stage. `inputs` keeps what is saved for recomputation.
     ///
     /// # Errors
     /// If a kernel or a collective fails.
-    pub fn forward(&self, input: Option<Tensor>, ctx: &Ctx) -> Result<(ChunkOutput, SavedChunk)> {
+    pub fn forward(
+        &self,
+        input: Option<Tensor>,
+        ctx: &Ctx,
+        inputs: &SavedInputs,
+    ) -> Result<(ChunkOutput, SavedChunk)> {
+        let trains = matches!(ctx.phase, Phase::Train { .. });
         let mut units = UnitWindow::new(ctx.params, || self.units().collect());
         let (mut x, input) = self.first(input, ctx, &mut units)?;
         let mut segments = Vec::new();
         for (layers, recompute) in self.recompute.segments(self.layers.len()) {
             let segment = if recompute {
-                let kept = x.clone();
+                let leaving = if trains { Some(inputs.leave(&x, ctx.tp)?) } else { None };
                 x = self.run(layers.clone(), x, ctx, &mut units)?.0;
-                Segment::Input(kept)
+                let Some(leaving) = leaving else { continue };
+                Segment::Input(inputs.keep(leaving)?)
             } else {
                 let (y, saved) = self.run(layers.clone(), x, ctx, &mut units)?;
                 x = y;
@@ -218,19 +231,25 @@ impl Chunk {
 
     /// Runs the chunk backward. `dy` is the next stage's gradient; `None` on the last virtual
     /// stage. Calls `ready` with parameters as soon as this pass adds nothing more to their
-    /// gradients, except the products that it leaves to `ctx.later`. Returns the gradient of the
-    /// input (`None` on the first virtual stage).
+    /// gradients, except the products that it leaves to `ctx.later`. `inputs` is that of forward.
+    /// Returns the gradient of the input (`None` on the first virtual stage).
     ///
     /// # Errors
     /// If a kernel or a collective fails.
     pub fn backward(
         &self,
         dy: Option<Tensor>,
-        saved: SavedChunk,
+        mut saved: SavedChunk,
         ctx: &Ctx,
+        inputs: &SavedInputs,
         ready: &mut dyn FnMut(&[ParamId]) -> Result<()>,
     ) -> Result<Option<Tensor>> {
         let mut units = UnitWindow::new(ctx.params, || self.units_in_backward(&saved.segments));
+        let announce = |next: Option<&mut (Range<usize>, Segment)>| match next {
+            Some((_, Segment::Input(input))) => inputs.announce(input),
+            _ => Ok(()),
+        };
+        announce(saved.segments.last_mut())?;
         let mut dx = match (&self.output, saved.output, dy) {
             (Some(output), Some(saved), None) => {
                 units.advance()?;
@@ -247,10 +266,14 @@ impl Chunk {
                 ));
             }
         };
-        for (layers, segment) in saved.segments.into_iter().rev() {
+        while let Some((layers, segment)) = saved.segments.pop() {
+            announce(saved.segments.last_mut())?;
             let saved = match segment {
                 Segment::Kept(saved) => saved,
-                Segment::Input(x) => self.recompute(layers.clone(), x, ctx, &mut units)?,
+                Segment::Input(input) => {
+                    let x = inputs.bring(input, ctx.tp)?;
+                    self.recompute(layers.clone(), x, ctx, &mut units)?
+                }
             };
             for (layer, saved) in self.layers[layers].iter().zip(saved).rev() {
                 units.advance()?;

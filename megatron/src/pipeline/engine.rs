@@ -7,6 +7,7 @@ use kernels::tensor::device::{Reading, empty, read_later};
 use kernels::tensor::trace::{Kind, Part, timed};
 
 use super::chunk::{Chunk, ChunkOutput, SavedChunk};
+use super::saved_inputs::SavedInputs;
 use super::schedule::{Action, Payload, Schedule};
 use crate::comm::{Group, Work};
 use crate::context_parallel::ContextParallel;
@@ -35,6 +36,8 @@ pub struct Stage {
     pub device: Device,
     /// Seed of the dropout keys.
     pub seed: u64,
+    /// How the inputs of recomputed layers are kept.
+    pub saved_inputs: SavedInputs,
 }
 
 /// Receives the gradients that no later pass of the step adds to.
@@ -98,6 +101,26 @@ impl Stage {
         Ok((self.tp.stream_length(seq)?, b, self.hidden))
     }
 
+    /// Makes room for what a step saves for recomputation.
+    fn prepare_saved_inputs(&self, schedule: &Schedule, batches: &[MicroBatch]) -> Result<()> {
+        let (mut in_flight, mut most, mut elements) = (0, 0, 0);
+        for action in &schedule.stages[self.pp.rank()] {
+            match *action {
+                Action::Forward { chunk, .. } => in_flight += self.chunks[chunk].num_saved_inputs(),
+                Action::Backward { chunk, .. } | Action::InputGradients { chunk, .. } => {
+                    in_flight -= self.chunks[chunk].num_saved_inputs();
+                }
+                _ => {}
+            }
+            most = most.max(in_flight);
+        }
+        for batch in batches {
+            let (s, b, h) = self.stream_shape(batch)?;
+            elements = elements.max(s * b * h);
+        }
+        self.saved_inputs.prepare(most, elements, &self.tp, self.dtype, &self.device)
+    }
+
     /// Runs this rank's actions over a step's microbatches. `loss_factor`: loss scale / unmasked
     /// tokens of the global batch.
     ///
@@ -132,6 +155,9 @@ impl Stage {
         let mut losses = Losses(vec![None; batches.len()]);
         let (last, every) = (batches.len() - 1, gradients.after_every_microbatch());
         let trains = matches!(phase, Phase::Train { .. });
+        if trains {
+            self.prepare_saved_inputs(schedule, batches)?;
+        }
         for action in &schedule.stages[self.pp.rank()] {
             match *action {
                 Action::Recv { what: payload, microbatch, chunk, from: peer } => {
@@ -154,7 +180,8 @@ impl Stage {
                     let ctx = self.ctx(batch, phase, weights.as_ref());
                     let input = arrive(&mut received, Payload::Activation, (microbatch, chunk))?;
                     let _span = timed("forward", Kind::Phase, Part::Forward).at(microbatch, chunk);
-                    let (output, kept) = self.chunks[chunk].forward(input, &ctx)?;
+                    let (output, kept) =
+                        self.chunks[chunk].forward(input, &ctx, &self.saved_inputs)?;
                     match output {
                         ChunkOutput::Loss(loss) => losses.0[microbatch] = Some(loss),
                         ChunkOutput::Stream(x) => {
@@ -192,7 +219,14 @@ impl Stage {
                         completes.extend(owing);
                         gradients.ready(&complete, &self.params)
                     };
-                    if let Some(dx) = self.chunks[chunk].backward(dy, kept, &ctx, &mut ready)? {
+                    let dx = self.chunks[chunk].backward(
+                        dy,
+                        kept,
+                        &ctx,
+                        &self.saved_inputs,
+                        &mut ready,
+                    )?;
+                    if let Some(dx) = dx {
                         outgoing.insert((Payload::Gradient, (microbatch, chunk)), dx);
                     }
                     if !whole {

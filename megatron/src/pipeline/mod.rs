@@ -35,6 +35,7 @@ mod generators;
 mod messages;
 mod partition;
 mod replay;
+mod saved_inputs;
 mod schedule;
 mod simulator;
 
@@ -45,6 +46,8 @@ pub use drawing::{render, render_within};
 pub use engine::{GradientListener, Losses, Results, Stage};
 pub use generators::{forward_only, generate, gpipe, interleaved, one_f_one_b};
 pub use partition::partition;
+pub(crate) use partition::{matches_of_types, type_regex};
 pub use replay::Replay;
+pub use saved_inputs::SavedInputs;
 pub use schedule::{Action, Pass, Payload, Schedule};
 pub use simulator::{Report, Slot, simulate};

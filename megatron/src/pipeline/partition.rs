@@ -1,9 +1,13 @@
 //! Distributes layers over virtual stages.
 //!
 //! The uniform rule is DeepSpeed's `partition_uniform`: ⌊n/p⌋ layers each, and one more on each of
-//! the first n mod p stages.
+//! the first n mod p stages. The rule by types is that of its `PipelineModule` with
+//! `partition_method="type:REGEX"`, and of its `partition_balanced`.
 
 use std::ops::Range;
+
+use regex_automata::meta::Regex;
+use regex_automata::util::syntax;
 
 use crate::config::PartitionMethod;
 use crate::{Error, Result};
@@ -11,13 +15,14 @@ use crate::{Error, Result};
 /// The layers of each virtual stage, in the order of the model (chunk c of stage p is virtual stage
 /// c·pp + p).
 ///
-/// `layer_weights` are the parameters (or operations) of each layer. `first_extra` and `last_extra`
-/// are those of the embedding and of the final norm and head, which are added to the first and last
-/// virtual stage.
+/// `layer_weights` are the parameters (or operations, or matches of a type) of each layer.
+/// `first_extra` and `last_extra` are those of the embedding and of the final norm and head, which
+/// are added to the first and last virtual stage.
 ///
 /// By parameters or operations, the largest sum of a stage is minimal. Among such splits the least
 /// sum of squares wins, and among equal ones the latest split, i.e. more layers on earlier stages.
-/// Only an explicit list may leave a stage empty.
+/// By types, the largest and the smallest sum of a stage differ as little as possible.
+/// Only an explicit list and types may leave a stage empty.
 ///
 /// # Errors
 /// If there are fewer layers than virtual stages, or an explicit list has another length or sum.
@@ -46,6 +51,14 @@ pub fn partition(
     match method {
         PartitionMethod::Parameters | PartitionMethod::Flops => {
             Ok(balanced(layer_weights, first_extra, last_extra, p))
+        }
+        PartitionMethod::Type(_) => {
+            // The ends are layers of DeepSpeed's, and every stage has one of its layers.
+            let all = [&[first_extra], layer_weights, &[last_extra]].concat();
+            let mut starts = alike(&all, p);
+            starts.iter_mut().skip(1).for_each(|start| *start -= 1);
+            let end = |stage: usize| starts.get(stage + 1).copied().unwrap_or(n);
+            Ok((0..p).map(|stage| starts[stage]..end(stage)).collect())
         }
         _ => Ok(ranges((0..p).map(|stage| n / p + usize::from(stage < n % p)))),
     }
@@ -77,6 +90,91 @@ fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
             Some(range)
         })
         .collect()
+}
+
+/// The expression of [`PartitionMethod::Type`]; like Python's `re.compile(…, re.IGNORECASE)`.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn type_regex(pattern: &str) -> std::result::Result<Regex, String> {
+    let ignoring_case = syntax::Config::new().case_insensitive(true);
+    Regex::builder().syntax(ignoring_case).build(pattern).map_err(|error| {
+        let text = error.syntax_error().map_or_else(|| error.to_string(), ToString::to_string);
+        // The lines before it show the expression.
+        let last = text.lines().last().unwrap_or_default();
+        last.trim_start_matches("error: ").to_string()
+    })
+}
+
+/// How many of the names of each layer's types match `pattern`; and 1 or 0 of the input and the
+/// output.
+///
+/// # Errors
+/// If nothing matches: the message lists the types. If `pattern` is no regular expression.
+pub(crate) fn matches_of_types(
+    pattern: &str,
+    layers: &[Vec<&'static str>],
+    input: Option<&'static str>,
+    output: Option<&'static str>,
+) -> Result<(Vec<u64>, (u64, u64))> {
+    let regex = type_regex(pattern).map_err(|why| {
+        Error::config(format!("pipeline-partition type:{pattern} is no regular expression: {why}"))
+    })?;
+    let is_match = |name: &&str| u64::from(regex.is_match(name));
+    let of_layers: Vec<u64> = layers.iter().map(|names| names.iter().map(is_match).sum()).collect();
+    let [first, last] = [input, output].map(|end| end.as_ref().map_or(0, is_match));
+    if of_layers.iter().sum::<u64>() + first + last == 0 {
+        let all = input.iter().chain(layers.iter().flatten()).chain(&output);
+        let mut types: Vec<&str> = Vec::new();
+        for name in all {
+            if !types.contains(name) {
+                types.push(name);
+            }
+        }
+        return Err(Error::config(format!(
+            "pipeline-partition type:{pattern} matches no type of this model; its types are {}",
+            types.join(", ")
+        )));
+    }
+    Ok((of_layers, (first, last)))
+}
+
+/// Splits the elements into p < n non-empty runs whose sums differ as little as possible: every
+/// prefix in its best split, and among equal splits the latest. Returns the first element of each
+/// run.
+fn alike(weights: &[u64], p: usize) -> Vec<usize> {
+    let n = weights.len();
+    let mut before = vec![0; n + 1]; // the sum of the elements before i
+    for (i, weight) in weights.iter().enumerate() {
+        before[i + 1] = before[i] + weight;
+    }
+    // best[i]: largest and smallest sum of the runs so far over the first i elements.
+    let mut best: Vec<Option<(u64, u64)>> = vec![None; n + 1];
+    best[0] = Some((0, u64::MAX));
+    let mut cuts = Vec::with_capacity(p);
+    for _ in 0..p {
+        let mut next: Vec<Option<(u64, u64)>> = vec![None; n + 1];
+        let mut cut = vec![0; n + 1];
+        for i in 1..=n {
+            for start in 0..i {
+                let Some((most, least)) = best[start] else { continue };
+                let run = before[i] - before[start];
+                let (most, least) = (most.max(run), least.min(run));
+                if next[i].is_none_or(|(top, low)| most - least <= top - low) {
+                    (next[i], cut[i]) = (Some((most, least)), start);
+                }
+            }
+        }
+        best = next;
+        cuts.push(cut);
+    }
+    let mut starts = vec![0; p];
+    let mut end = n;
+    for (start, cut) in starts.iter_mut().zip(&cuts).rev() {
+        *start = cut[end];
+        end = *start;
+    }
+    starts
 }
 
 /// At least one layer each. Minimizes the largest stage, then the sum of squares, then takes the
@@ -227,6 +325,44 @@ mod tests {
         }
     }
 
+    /// Splits of the same layers by DeepSpeed's `partition_balanced`, with an input and an output
+    /// around them.
+    #[test]
+    fn by_types_layers_are_dealt_as_deepspeed_deals_them() {
+        let of = |layers: &[u64], first, last, p| {
+            counts(PartitionMethod::Type("x".into()), layers, first, last, p)
+        };
+        assert_eq!(of(&[1; 8], 0, 0, 4), [2, 2, 2, 2]);
+        assert_eq!(of(&[1; 10], 0, 0, 4), [3, 3, 2, 2]);
+        assert_eq!(of(&[1; 7], 0, 0, 3), [3, 2, 2]);
+        assert_eq!(of(&[1; 10], 1, 1, 4), [2, 3, 3, 2]);
+        assert_eq!(of(&[1; 6], 1, 0, 2), [3, 3]);
+        assert_eq!(of(&[1, 0, 1, 0, 1, 0, 0, 1, 1], 0, 0, 3), [4, 4, 1]);
+        assert_eq!(of(&[0, 0, 0, 0], 1, 0, 2), [4, 0]);
+        assert_eq!(of(&[0, 1, 1, 0, 0, 0, 1], 0, 1, 4), [2, 4, 1, 0]);
+        assert_eq!(of(&[1, 1, 1], 0, 0, 1), [3]);
+    }
+
+    #[test]
+    fn types_match_anywhere_in_any_case_or_are_listed() {
+        let layers = [vec!["TransformerLayer", "AutogradLayer"], vec!["TransformerLayer"]];
+        let of = |pattern: &str| {
+            matches_of_types(pattern, &layers, Some("Embedding"), Some("Head"))
+                .map_err(|error| error.to_string())
+        };
+        assert_eq!(of("transformer").unwrap(), (vec![1, 1], (0, 0)));
+        assert_eq!(of("transformer|EMBEDDING").unwrap(), (vec![1, 1], (1, 0)));
+        assert_eq!(of("LAYER$|^head").unwrap(), (vec![2, 1], (0, 1)));
+        assert_eq!(
+            of("mlp|^layer").unwrap_err(),
+            "pipeline-partition type:mlp|^layer matches no type of this model; its types are \
+             Embedding, TransformerLayer, AutogradLayer, Head"
+        );
+        let refused = of("(a").unwrap_err();
+        assert!(refused.ends_with("is no regular expression: unclosed group"), "{refused}");
+        assert!(matches_of_types("head", &layers, None, None).is_err());
+    }
+
     #[test]
     fn an_explicit_list_may_leave_stages_without_layers() {
         assert_eq!(counts(PartitionMethod::Explicit(vec![0, 3, 1]), &[1; 4], 0, 0, 3), [0, 3, 1]);
@@ -246,6 +382,8 @@ mod tests {
         assert!(
             refused(PartitionMethod::Parameters, 3, 4).contains("3 layers are fewer than the 4")
         );
+        let types = PartitionMethod::Type("x".into());
+        assert!(refused(types, 3, 4).contains("3 layers are fewer than the 4"));
         assert!(refused(PartitionMethod::Uniform, 3, 0).contains("0 virtual stages"));
     }
 }

@@ -119,6 +119,12 @@ pub trait Layer: Send + Sync {
     /// Every parameter whose gradient is complete after `backward` has returned and its products in
     /// [`Ctx::later`] are computed.
     fn params(&self) -> Vec<ParamId>;
+    /// The name of its type, for a partition
+    /// [by types](crate::config::PartitionMethod::Type). By default that of the Rust type, without
+    /// modules and parameters.
+    fn type_name(&self) -> &'static str {
+        short(std::any::type_name::<Self>())
+    }
 }
 
 /// Produces the residual stream of a microbatch on the first virtual stage: the embedding of a
@@ -141,6 +147,10 @@ pub trait Input: Send + Sync {
     /// By default: an input without an implementation cannot generate.
     fn decode(&self, _starts: &[usize], _ctx: &Ctx) -> Result<Stream> {
         Err(no_generation("input"))
+    }
+    /// As [`Layer::type_name`].
+    fn type_name(&self) -> &'static str {
+        short(std::any::type_name::<Self>())
     }
 }
 
@@ -173,8 +183,30 @@ pub trait Output: Send + Sync {
     fn logits_at(&self, _x: &Stream, _rows: &[usize], _ctx: &Ctx) -> Result<Tensor> {
         Err(no_generation("output"))
     }
+    /// As [`Layer::type_name`].
+    fn type_name(&self) -> &'static str {
+        short(std::any::type_name::<Self>())
+    }
+}
+
+/// `Layer` of `library::module::Layer<library::Parameter>`.
+fn short(name: &str) -> &str {
+    let plain = name.split_once('<').map_or(name, |(plain, _)| plain);
+    plain.rsplit_once("::").map_or(plain, |(_, short)| short)
 }
 
 fn no_generation(what: &str) -> Error {
     Error::config(format!("this model cannot generate text: its {what} do not say how"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::short;
+
+    #[test]
+    fn names_of_types_have_neither_modules_nor_parameters() {
+        assert_eq!(short("Head"), "Head");
+        assert_eq!(short("megatron::tensor_parallel::head::Head"), "Head");
+        assert_eq!(short("mine::Layer<alloc::vec::Vec<f32>>"), "Layer");
+    }
 }

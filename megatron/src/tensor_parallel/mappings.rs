@@ -38,8 +38,9 @@
 //! # }
 //! ```
 
-use candle_core::Tensor;
-use kernels::tensor::device::empty;
+use candle_core::{Shape, Tensor};
+use kernels::ops::reduce::copy;
+use kernels::tensor::device::{empty, zeros};
 
 use super::layout::{FeatureSharded, Partial, Replicated, Stream};
 use crate::comm::{Group, ReduceOp, Work};
@@ -185,6 +186,30 @@ impl TensorParallel {
     pub fn own_positions(&self, x: &Replicated) -> Result<Stream> {
         let length = self.stream_length(x.0.dim(0)?)?;
         Ok(Stream(x.0.narrow(0, self.stream_offset(length), length)?.contiguous()?))
+    }
+
+    /// A copy of this rank's part of a tensor that is the same on every rank: flat, ⌈n / tp⌉ of its
+    /// n elements. Zeros follow the last one.
+    pub fn own_elements(&self, x: &Tensor) -> Result<Tensor> {
+        let (n, dtype, device) = (x.elem_count(), x.dtype(), x.device());
+        let len = n.div_ceil(self.size());
+        let start = (self.rank() * len).min(n);
+        let own = len.min(n - start);
+        let part = match own == len {
+            true => empty(len, dtype, device)?,
+            false => zeros("a part of a tensor", len, dtype, device)?,
+        };
+        if own > 0 {
+            copy(&part.narrow(0, 0, own)?, &x.flatten_all()?.narrow(0, start, own)?)?;
+        }
+        Ok(part)
+    }
+
+    /// The tensor of which every rank has its [`own_elements`](Self::own_elements).
+    pub fn gather_elements(&self, part: &Tensor, shape: &Shape) -> Result<Tensor> {
+        let all = empty(part.elem_count() * self.size(), part.dtype(), part.device())?;
+        self.group.all_gather(part, &all)?.wait()?;
+        Ok(all.narrow(0, 0, shape.elem_count())?.reshape(shape)?)
     }
 
     fn gather_sequence(&self, x: &Tensor) -> Result<Begun<Tensor>> {

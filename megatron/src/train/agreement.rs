@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 /// Settings that may differ between machines: locations of files. The content of the data is
 /// compared by its fingerprint instead.
-const LOCAL: [&str; 8] = [
+const LOCAL: [&str; 9] = [
     "data.data_path",
     "data.tokenizer",
     "data.tokenizer_options.merge_file",
@@ -21,6 +21,7 @@ const LOCAL: [&str; 8] = [
     "logging.tensorboard.dir",
     "optimizer.offload.nvme",
     "parallel.param_offload.nvme",
+    "training.activation_offload.nvme",
 ];
 
 /// Succeeds if every rank of `world` has the same settings, data and program. Collective over

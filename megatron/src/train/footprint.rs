@@ -59,9 +59,30 @@ impl Footprint {
             let chunks = layers.iter().skip(stage).step_by(pp);
             let kept = chunks
                 .map(|layers| kept_of_microbatch(config, model.saved_activations(), layers.len()))
+                .map(|kept| kept.in_memory(&config.training.activation_offload))
                 .collect::<Vec<_>>();
             footprint.activations = activations(config, stage, &kept, footprint.gradients)?;
             Ok(footprint)
+        };
+        (0..pp).map(of_stage).collect()
+    }
+
+    /// The host memory of one rank of each pipeline stage for the inputs that recomputed layers save,
+    /// if ranks on GPUs offload them to it.
+    ///
+    /// # Errors
+    /// If the model cannot be split by the layout.
+    pub(super) fn saved_inputs(config: &RunConfig, model: &dyn ModelBuilder) -> Result<Vec<f64>> {
+        let p = &config.parallel;
+        let pp = p.pipeline_model_parallel_size;
+        let layers = layers_of_chunks(p, model)?;
+        let of_stage = |stage: usize| {
+            let chunks = layers.iter().skip(stage).step_by(pp);
+            let kept: Vec<f64> = chunks
+                .map(|layers| kept_of_microbatch(config, model.saved_activations(), layers.len()))
+                .map(|kept| kept.inputs)
+                .collect();
+            activations(config, stage, &kept, 0.0)
         };
         (0..pp).map(of_stage).collect()
     }
@@ -180,12 +201,40 @@ fn tokens(config: &RunConfig) -> f64 {
     config.training.micro_batch_size as f64 * config.model.seq_length as f64 / cp
 }
 
-/// Bytes that the `layers` layers of a chunk save for one microbatch between forward and backward.
-fn kept_of_microbatch(config: &RunConfig, kept: SavedActivations, layers: usize) -> f64 {
-    let segments = config.training.recompute.segments(layers).into_iter();
-    let elements = segments
-        .map(|(segment, again)| if again { kept.input } else { kept.all * segment.len() as u64 });
-    elements.sum::<u64>() as f64 * tokens(config) * size_of(config.training.precision.dtype())
+/// Bytes that a chunk saves for one microbatch between forward and backward.
+struct Kept {
+    /// Inputs of the layers that are recomputed.
+    inputs: f64,
+    /// Activations of the others.
+    others: f64,
+}
+
+impl Kept {
+    /// Those in the memory where a rank computes. Of a CPU, host memory is that memory.
+    fn in_memory(&self, inputs_in: &Offload) -> f64 {
+        match inputs_in {
+            Offload::Nvme(_) => self.others,
+            Offload::None | Offload::Cpu => self.inputs + self.others,
+        }
+    }
+}
+
+/// What the `layers` layers of a chunk save.
+fn kept_of_microbatch(config: &RunConfig, kept: SavedActivations, layers: usize) -> Kept {
+    let (p, t) = (&config.parallel, &config.training);
+    let bytes = tokens(config) * size_of(t.precision.dtype());
+    let cut = t.distribute_saved_activations && !p.sequence_parallel;
+    let parts = if cut { p.tensor_model_parallel_size.max(1) } else { 1 };
+    let others: usize = t
+        .recompute
+        .segments(layers)
+        .into_iter()
+        .filter_map(|(segment, again)| (!again).then_some(segment.len()))
+        .sum();
+    Kept {
+        inputs: (t.recompute.num_inputs(layers) as u64 * kept.input) as f64 * bytes / parts as f64,
+        others: (others as u64 * kept.all) as f64 * bytes,
+    }
 }
 
 /// The largest memory that activations of a step need beyond the gradients at the step's end.
@@ -248,8 +297,9 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
         flags.push("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".into());
     }
     if all.activations > 0.1 * all.total() {
-        if !matches!(t.recompute, Recompute::Full { .. }) {
-            flags.push("--recompute-granularity full".into());
+        match t.recompute {
+            Recompute::Full { .. } => flags.extend(fewer_saved_inputs(config)),
+            _ => flags.push("--recompute-granularity full".into()),
         }
         if t.micro_batch_size > 1 {
             flags.push(format!("a smaller --micro-batch-size (now {})", t.micro_batch_size));
@@ -258,6 +308,26 @@ pub(super) fn advice(config: &RunConfig, all: &Footprint) -> Vec<String> {
     flags.push("a smaller model".into());
     flags.push("ranks on more machines".into());
     flags
+}
+
+/// Flags that reduce the memory of the inputs that full recompute saves, on CPUs.
+fn fewer_saved_inputs(config: &RunConfig) -> Vec<String> {
+    let mut flags = Vec::from_iter(distributed_inputs(config));
+    if !matches!(config.training.activation_offload, Offload::Nvme(_)) {
+        flags
+            .push("--offload-activations nvme --nvme-path DIR (saved activations in files)".into());
+    }
+    flags
+}
+
+/// The flag that cuts these inputs, where that helps.
+pub(super) fn distributed_inputs(config: &RunConfig) -> Option<String> {
+    let (p, t) = (&config.parallel, &config.training);
+    let tp = p.tensor_model_parallel_size;
+    let is_whole = tp > 1 && !p.sequence_parallel && !t.distribute_saved_activations;
+    is_whole.then(|| {
+        format!("--distribute-saved-activations (splits saved activations over tp = {tp})")
+    })
 }
 
 #[cfg(test)]
@@ -317,7 +387,8 @@ mod tests {
         let tokens = (config.training.micro_batch_size * config.model.seq_length / 2) as f64;
         let mut of = |recompute| {
             config.training.recompute = recompute;
-            kept_of_microbatch(&config, SavedActivations { all: 100, input: 7 }, 5) / 4.0 / tokens
+            let kept = kept_of_microbatch(&config, SavedActivations { all: 100, input: 7 }, 5);
+            kept.in_memory(&Offload::None) / 4.0 / tokens
         };
         let full = |method, num_layers| Recompute::Full { method, num_layers };
         use crate::config::RecomputeMethod::{Block, Uniform};
@@ -326,5 +397,35 @@ mod tests {
             [of(full(Uniform, 1)), of(full(Uniform, 2)), of(full(Block, 2))],
             [35.0, 21.0, 314.0]
         );
+    }
+
+    #[test]
+    fn saved_inputs_are_cut_over_tp_and_leave_the_memory_for_files() {
+        use crate::config::RecomputeMethod::Block;
+        let mut config = config();
+        config.parallel.sequence_parallel = false;
+        config.training.recompute = Recompute::Full { method: Block, num_layers: 2 };
+        let tokens = (config.training.micro_batch_size * config.model.seq_length) as f64;
+        let of = |config: &RunConfig, offload: &Offload| {
+            let kept = kept_of_microbatch(config, SavedActivations { all: 100, input: 7 }, 5);
+            kept.in_memory(offload) / 4.0 / tokens
+        };
+        let nvme = Offload::Nvme("disk".into());
+        assert_eq!([of(&config, &Offload::None), of(&config, &nvme)], [314.0, 300.0]);
+        assert_eq!(of(&config, &Offload::Cpu), 314.0, "a CPU computes in host memory");
+        let advised = |config: &RunConfig| {
+            let all = Footprint { activations: 1.0, ..Footprint::default() };
+            let flags = advice(config, &all).join(", ");
+            ["--distribute-saved-activations", "--offload-activations nvme"]
+                .map(|flag| flags.contains(flag))
+        };
+        assert_eq!(advised(&config), [true, true]);
+        config.training.distribute_saved_activations = true;
+        assert_eq!([of(&config, &Offload::None), of(&config, &nvme)], [307.0, 300.0]);
+        assert_eq!(advised(&config), [false, true]);
+        config.training.activation_offload = nvme;
+        assert_eq!(advised(&config), [false, false]);
+        config.training.recompute = Recompute::Selective;
+        assert_eq!(advised(&config), [false, false]);
     }
 }

@@ -11,7 +11,7 @@ use crate::config::{ModelConfig, ParallelConfig};
 use crate::context_parallel::ContextParallel;
 use crate::data::Loader;
 use crate::params::{BucketLimit, Placements, Residence, Role, ShardRef, StateKind, StoreOptions};
-use crate::pipeline::{Stage, forward_only};
+use crate::pipeline::{SavedInputs, Stage, forward_only};
 use crate::tensor_parallel::{Phase, TensorParallel};
 use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Result, checkpoint};
@@ -74,6 +74,7 @@ pub(super) fn build_stage(
         dtype,
         device: device.clone(),
         seed,
+        saved_inputs: SavedInputs::default(),
     })
 }
 

@@ -88,20 +88,28 @@ pub fn require_memory<M: ModelBuilder>(
     if rough.total() > 64.0 * limit.bytes as f64 {
         return Err(too_little(config, &[rough], limit));
     }
-    let mut stages = Footprint::of_stages(config, &model()?)?;
+    let model = model()?;
+    let mut stages = Footprint::of_stages(config, &model)?;
     if here.on_gpus {
         // The GPU's own allocator reports a lack of GPU memory. This check covers what is offloaded
         // to host memory.
-        let [weights, optimizer] = [&config.parallel.param_offload, &config.optimizer.offload]
-            .map(|offload| f64::from(u8::from(*offload == Offload::Cpu)));
-        let Some(limit) = memory_limit().filter(|_| weights + optimizer > 0.0) else {
+        let offloads = [
+            &config.parallel.param_offload,
+            &config.optimizer.offload,
+            &config.training.activation_offload,
+        ];
+        let [weights, optimizer, inputs] =
+            offloads.map(|offload| f64::from(u8::from(*offload == Offload::Cpu)));
+        let Some(limit) = memory_limit().filter(|_| weights + optimizer + inputs > 0.0) else {
             return Ok(());
         };
-        stages.iter_mut().for_each(|stage| {
+        let saved = Footprint::saved_inputs(config, &model)?;
+        stages.iter_mut().zip(saved).for_each(|(stage, saved)| {
             *stage = Footprint {
                 weights: weights * stage.weights,
                 masters: optimizer * stage.masters,
                 moments: optimizer * stage.moments,
+                activations: inputs * saved,
                 ..Footprint::default()
             }
         });

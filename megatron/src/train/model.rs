@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Device;
+use kernels::tensor::device::computes_ahead;
 
 use crate::Result;
 use crate::config::{Offload, ParallelConfig, PartitionMethod, Recompute};
@@ -10,7 +11,7 @@ use crate::optim::written;
 use crate::params::{
     BucketLayout, BucketLimit, ParamShare, ParamsBuilder, Placements, Replica, Residence,
 };
-use crate::pipeline::{Chunk, ChunkCosts, Costs, partition};
+use crate::pipeline::{Chunk, ChunkCosts, Costs, matches_of_types, partition};
 use crate::topology::{Axis, RankGrid};
 
 /// The ends of the model that a chunk holds.
@@ -110,7 +111,7 @@ pub(super) fn placements(parallel: &ParallelConfig) -> Placements {
 /// Where a rank on `device` keeps what is offloaded so.
 pub(super) fn residence(offload: &Offload, device: &Device) -> Residence {
     match offload {
-        Offload::Cpu if !device.is_cpu() => Residence::Host,
+        Offload::Cpu if computes_ahead(device) => Residence::Host,
         Offload::None | Offload::Cpu => Residence::Device,
         Offload::Nvme(folder) => Residence::Files(folder.clone()),
     }
@@ -136,15 +137,36 @@ pub(super) fn layout_of_stage(
     Ok(declare_stage(parallel, model, stage)?.1.place(limit, parallel.num_replicas(), tp))
 }
 
+/// The names of types: of the layers of a chunk with each layer alone, of the input, and of the
+/// output.
+type Types = (Vec<Vec<&'static str>>, Option<&'static str>, Option<&'static str>);
+
+fn types(model: &dyn ModelBuilder) -> Result<Types> {
+    let (n, params) = (model.num_layers(), &mut ParamsBuilder::default());
+    let mut chunk = |first, last, layers| model.chunk(Ends { first, last }, layers, params);
+    let input = chunk(true, false, 0..0)?.input.map(|input| input.type_name());
+    let layers = (0..n).map(|layer| {
+        let chunk = chunk(false, false, layer..layer + 1)?;
+        Ok(chunk.layers.iter().map(|layer| layer.type_name()).collect())
+    });
+    let layers = layers.collect::<Result<_>>()?;
+    let output = chunk(false, true, n..n)?.output.map(|output| output.type_name());
+    Ok((layers, input, output))
+}
+
 /// The layers of each virtual stage.
 pub(super) fn layers_of_chunks(
     parallel: &ParallelConfig,
     model: &dyn ModelBuilder,
 ) -> Result<Vec<Range<usize>>> {
-    let (layer_weights, (first_extra, last_extra)) = match parallel.partition {
+    let (layer_weights, (first_extra, last_extra)) = match &parallel.partition {
         PartitionMethod::Flops => {
             let (layers, head) = model.flops();
             (layers, (0, head))
+        }
+        PartitionMethod::Type(regex) => {
+            let (layers, input, output) = types(model)?;
+            matches_of_types(regex, &layers, input, output)?
         }
         _ => (model.layer_params(), model.end_params()),
     };

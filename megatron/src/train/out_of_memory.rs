@@ -3,6 +3,7 @@
 use candle_core::Device;
 use kernels::tensor::device::{Memory, memory};
 
+use super::footprint::distributed_inputs;
 use crate::Error;
 use crate::config::{MomentDtype, Offload, OptimizerKind, Precision, Recompute, RunConfig};
 
@@ -84,7 +85,15 @@ fn advice(config: &RunConfig, states: bool) -> Vec<String> {
             Recompute::Selective => {
                 flags.push("--recompute-granularity full (now selective)".into())
             }
-            Recompute::Full { .. } => {}
+            Recompute::Full { .. } => {
+                flags.extend(distributed_inputs(config));
+                if t.activation_offload == Offload::None && !t.enable_cuda_graph {
+                    flags.push(
+                        "--offload-activations cpu (saved activations in host memory; longer steps)"
+                            .into(),
+                    );
+                }
+            }
         }
         let heads = config.model.num_query_groups / p.tensor_model_parallel_size.max(1);
         // The next larger layout that divides evenly has twice as many ranks.
@@ -177,6 +186,21 @@ mod tests {
         config.parallel.context_parallel_size =
             config.model.num_query_groups / config.parallel.tensor_model_parallel_size;
         assert_eq!(advice(&config, false).len(), 2, "there are no more heads to deal");
+        config.training.recompute =
+            Recompute::Full { method: crate::config::RecomputeMethod::Uniform, num_layers: 1 };
+        let flags = advice(&config, false);
+        assert!(flags[0].contains("--offload-activations cpu"), "{flags:?}");
+        config.parallel.sequence_parallel = false;
+        let flags = advice(&config, false);
+        assert!(
+            flags[1]
+                .contains("--distribute-saved-activations (splits saved activations over tp = 2)"),
+            "{flags:?}"
+        );
+        config.training.distribute_saved_activations = true;
+        config.training.activation_offload = Offload::Cpu;
+        assert_eq!(advice(&config, false).len(), 2, "sequence parallelism, and more GPUs");
+        config.parallel.sequence_parallel = true;
         // While the rank is being built, activations take no memory.
         assert_eq!(advice(&config, true).len(), 1);
     }

@@ -294,7 +294,11 @@ pub fn require_optimizer(manifest: &Manifest, optimizer: OptimizerKind) -> Resul
 /// If a path is not UTF-8; the message names its flag.
 pub fn require_utf8(config: &RunConfig) -> Result<()> {
     let RunConfig { checkpoint, logging, data, .. } = config;
-    let offload = [&config.optimizer.offload, &config.parallel.param_offload];
+    let offload = [
+        &config.optimizer.offload,
+        &config.parallel.param_offload,
+        &config.training.activation_offload,
+    ];
     let offload = offload.into_iter().find_map(|offload| match offload {
         Offload::Nvme(folder) => Some(folder.as_path()),
         Offload::None | Offload::Cpu => None,

@@ -27,7 +27,9 @@ use crate::data::{GlobalBatch, Loader, MicroBatch, SampleSource};
 use crate::data_parallel::GradientReducer;
 use crate::optim::{LossScaler, LrSchedule, Optimizer, Queued, Rates, weight_decay_at};
 use crate::params::{ParamId, ParamStore};
-use crate::pipeline::{GradientListener, Replay, Results, Schedule, Stage, forward_only};
+use crate::pipeline::{
+    GradientListener, Replay, Results, SavedInputs, Schedule, Stage, forward_only,
+};
 use crate::tensor_parallel::Phase;
 use crate::topology::{ProcessGroups, RankGrid, ReplicaGroups};
 use crate::{Error, Result};
@@ -154,6 +156,13 @@ impl Trainer {
         let hidden = config.model.hidden_size;
         let mut stage =
             build_stage(parallel, model, &groups, sharding, hidden, seed, dtype, device)?;
+        let training = &config.training;
+        // Otherwise there is nothing that ranks have in common.
+        let replicated = stage.tp.size() > 1 && !stage.tp.sequence_parallel();
+        stage.saved_inputs = SavedInputs::new(
+            training.distribute_saved_activations && replicated,
+            residence(&training.activation_offload, device),
+        );
         stage.params.keep_masters()?;
         stage.params.initialize(seed)?;
 
@@ -173,7 +182,6 @@ impl Trainer {
             parallel.overlap_grad_reduce,
         )
         .in_dtype(config.training.grad_reduce_dtype());
-        let training = &config.training;
         let batch = GlobalBatch::new(
             training.micro_batch_size,
             training.global_batch_size,

@@ -123,8 +123,9 @@ const DYNAMIC: [&str; 5] = [
 ];
 
 /// If one of the first settings is given, the second ones are not taken from the checkpoint.
-const TOGETHER: [(&[&str], &[&str]); 17] = [
+const TOGETHER: [(&[&str], &[&str]); 18] = [
     (&LAYOUT, &LAYOUT),
+    (&LAYOUT, &["distribute_saved_activations"]),
     (&["gradient_accumulation_steps"], &["global_batch_size"]),
     (&MEGATRON_SCHEDULE, &DEEPSPEED_SCHEDULE),
     (&["lr_schedule"], &MEGATRON_SCHEDULE),
@@ -136,7 +137,15 @@ const TOGETHER: [(&[&str], &[&str]); 17] = [
     ),
     (&["bf16", "fp16", "loss_scale"], &DYNAMIC),
     (&DYNAMIC, &["loss_scale"]),
-    (&["recompute_granularity"], &["recompute_method", "recompute_num_layers"]),
+    (
+        &["recompute_granularity"],
+        &[
+            "recompute_method",
+            "recompute_num_layers",
+            "distribute_saved_activations",
+            "offload_activations",
+        ],
+    ),
     (&["weight_decay_incr_style"], &["start_weight_decay", "end_weight_decay"]),
     (
         &["rotary_seq_len_interpolation_factor", "use_rope_scaling"],

@@ -237,6 +237,46 @@ fn optimizer_state_that_cannot_be_elsewhere() {
 }
 
 #[test]
+fn saved_activations_that_cannot_be_cut_or_moved() {
+    let site = Site::new();
+    let full = "--recompute-granularity=full";
+    let nvme = [full, "--offload-activations=nvme"];
+    both_refuse(
+        &site,
+        &nvme,
+        &["offload_activations = nvme (--offload-activations)", "set nvme_path"],
+    );
+    both_refuse(
+        &site,
+        &["--cpu-checkpointing"],
+        &["offload_activations = cpu", "set recompute_granularity = full"],
+    );
+    both_refuse(
+        &site,
+        &[full, "--partition-activations", "--tensor-model-parallel-size=1"],
+        &[
+            "distribute_saved_activations = true",
+            "has no effect with tensor_model_parallel_size = 1",
+        ],
+    );
+    both_refuse(
+        &site,
+        &[
+            full,
+            "--distribute-saved-activations",
+            "--tensor-model-parallel-size=2",
+            "--sequence-parallel",
+        ],
+        &["sequence_parallel = true", "already splits saved inputs"],
+    );
+    both_refuse(
+        &site,
+        &["--pipeline-partition=type:mlp", "--pipeline-model-parallel-size=2"],
+        &["type:mlp matches no type", "its types are Embedding, TransformerLayer, Head"],
+    );
+}
+
+#[test]
 fn flags_of_other_programs_are_told_what_to_use_instead() {
     let deepspeed = "from-deepspeed.md";
     for (flag, instead, page) in [

@@ -20,6 +20,11 @@ fn retain(config: &mut RunConfig, interval: u64) {
     config.checkpoint.retention = retention;
 }
 
+fn distribute(config: &mut RunConfig) {
+    config.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
+    config.training.distribute_saved_activations = true;
+}
+
 /// A valid run of 2·1·2·2 (tp·cp·pp·dp) ranks.
 pub(crate) fn valid() -> RunConfig {
     RunConfig {
@@ -92,6 +97,8 @@ pub(crate) fn valid() -> RunConfig {
             skip_train: false,
             seed: 1,
             recompute: Recompute::None,
+            distribute_saved_activations: false,
+            activation_offload: Default::default(),
             precision: Precision::Fp32,
             grad_reduce_in_bf16: false,
             grad_reduce_in_fp16: false,
@@ -149,7 +156,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 50] = [
+    let cases: [(Break, &str); 57] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",
@@ -208,6 +215,43 @@ fn every_broken_equation_is_named_with_its_numbers() {
                 c.parallel.sequence_parallel = false;
             },
             "seq_length = 18 must be a multiple of context_parallel_size = 4",
+        ),
+        (
+            |c| c.parallel.partition = PartitionMethod::Type("(trans".into()),
+            "pipeline_partition = type:(trans is no regular expression: unclosed group",
+        ),
+        (
+            |c| c.training.distribute_saved_activations = true,
+            "distribute_saved_activations = true splits the inputs that full recompute saves; set recompute_granularity = full",
+        ),
+        (
+            |c| {
+                c.training.recompute = Recompute::Selective;
+                c.training.distribute_saved_activations = true;
+            },
+            "distribute_saved_activations = true splits the inputs that full recompute saves; set recompute_granularity = full",
+        ),
+        (
+            |c| c.training.activation_offload = Offload::Nvme("disk".into()),
+            "offload_activations = nvme moves the inputs that full recompute saves; set recompute_granularity = full",
+        ),
+        (
+            |c| {
+                c.training.recompute = Recompute::Selective;
+                c.training.activation_offload = Offload::Cpu;
+            },
+            "offload_activations = cpu moves the inputs that full recompute saves; set recompute_granularity = full",
+        ),
+        (
+            |c| {
+                c.parallel.tensor_model_parallel_size = 1;
+                distribute(c);
+            },
+            "distribute_saved_activations = true has no effect with tensor_model_parallel_size = 1",
+        ),
+        (
+            distribute,
+            "distribute_saved_activations = true and sequence_parallel = true cannot be combined: sequence parallelism already splits",
         ),
         (|c| c.parallel.context_parallel_size = 0, "context_parallel_size = 0 must be at least 1"),
         (|c| c.parallel.schedule = ScheduleKind::OneFOneB, "need pipeline_schedule = interleaved"),
@@ -388,13 +432,15 @@ fn a_graph_is_refused_where_it_would_repeat_what_differs() {
         ..plain.parallel
     };
     plain.training.enable_cuda_graph = true;
+    plain.training.recompute = Recompute::Full { method: RecomputeMethod::Uniform, num_layers: 1 };
     plain.validate().unwrap();
 
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 3] = [
+    let cases: [(Break, &str); 4] = [
         (|c| c.parallel.tensor_model_parallel_size = 2, "tensor_model_parallel_size = 2"),
         (|c| c.parallel.pipeline_model_parallel_size = 2, "pipeline_model_parallel_size = 2"),
         (|c| c.parallel.overlap_grad_reduce = true, "overlap_grad_reduce = true"),
+        (|c| c.training.activation_offload = Offload::Cpu, "offload_activations = cpu"),
     ];
     for (broken, setting) in cases {
         let mut run = plain.clone();
@@ -426,4 +472,15 @@ fn an_unknown_vocabulary_is_not_an_error_yet() {
 #[test]
 fn microbatches_are_the_global_batch_over_what_a_pass_takes() {
     assert_eq!(valid().num_microbatches(), 4);
+}
+
+#[test]
+fn saved_inputs_are_cut_and_moved_under_full_recompute() {
+    let mut run = valid();
+    distribute(&mut run);
+    run.parallel.sequence_parallel = false;
+    run.training.activation_offload = Offload::Cpu;
+    run.validate().unwrap();
+    run.parallel.partition = PartitionMethod::Type("transformer|embedding".into());
+    run.validate().unwrap();
 }

@@ -1,8 +1,8 @@
 //! Batch, length and precision.
 
 use super::{
-    BatchSizeRampup, Check, LossScaling, MOST_MICROBATCHES, ModelConfig, ParallelConfig, Precision,
-    Recompute, RecomputeMethod, ScheduleKind, TrainingConfig,
+    BatchSizeRampup, Check, LossScaling, MOST_MICROBATCHES, ModelConfig, Offload, ParallelConfig,
+    Precision, Recompute, RecomputeMethod, ScheduleKind, TrainingConfig,
 };
 
 impl Check<'_> {
@@ -58,6 +58,42 @@ impl Check<'_> {
                 )
             });
         }
+    }
+
+    /// What is done with the inputs that full recompute saves.
+    pub(super) fn saved_inputs(&mut self, t: &TrainingConfig, p: &ParallelConfig) {
+        let full = matches!(t.recompute, Recompute::Full { .. });
+        let distributed = self.cite("distribute_saved_activations", true);
+        for (given, cited, does) in [
+            (t.distribute_saved_activations, distributed.clone(), "splits"),
+            (
+                t.activation_offload != Offload::None,
+                self.cite("offload_activations", t.activation_offload.name()),
+                "moves",
+            ),
+        ] {
+            self.require(!given || full, |_| {
+                format!(
+                    "{cited} {does} the inputs that full recompute saves; set recompute_granularity = full, or leave it out"
+                )
+            });
+        }
+        if !t.distribute_saved_activations {
+            return;
+        }
+        let tp = p.tensor_model_parallel_size;
+        self.require(tp != 1, |c| {
+            format!(
+                "{distributed} has no effect with {}: it splits saved inputs over tensor-parallel ranks; leave it out",
+                c.cite("tensor_model_parallel_size", tp)
+            )
+        });
+        self.require(tp == 1 || !p.sequence_parallel, |c| {
+            format!(
+                "{distributed} and {} cannot be combined: sequence parallelism already splits saved inputs over tensor-parallel ranks; leave one out",
+                c.cite("sequence_parallel", true)
+            )
+        });
     }
 
     /// Every batch size up to the full one must fit the layout; this holds if the first size and

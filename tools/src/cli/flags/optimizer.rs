@@ -9,7 +9,7 @@ use megatron::config::{DecayStyle, MomentDtype, OptimizerKind, WsdDecayStyle};
 use super::{DeepSpeedScheduleFlags, choice};
 
 /// Where something may be kept, by DeepSpeed's names.
-const OFFLOADS: [&str; 3] = ["none", "cpu", "nvme"];
+pub(super) const OFFLOADS: [&str; 3] = ["none", "cpu", "nvme"];
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Optimizer and learning rate, [optimizer]")]

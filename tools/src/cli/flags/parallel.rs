@@ -69,9 +69,14 @@ pub struct LayoutFlags {
     /// each costs one microbatch's activations. pp − 1 with --delay-wgrad-compute is ZB-H2
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub pipeline_extra_warmup: usize,
-    /// Layers per stage: equally many (`uniform`), balanced by `parameters` or by `flops`, or
-    /// listed, e.g. `3,4,4,3`
-    #[arg(long, value_name = "uniform|parameters|flops|N,N,…", default_value = "uniform")]
+    /// Layers per stage: equally many (`uniform`), balanced by `parameters` or by `flops`, equally
+    /// many of the types that a regular expression matches (`type:transformer`), or listed, e.g.
+    /// `3,4,4,3`
+    #[arg(
+        long,
+        value_name = "uniform|parameters|flops|type:REGEX|N,N,…",
+        default_value = "uniform"
+    )]
     pub pipeline_partition: Partition,
     /// Layers of the first stage; stages without a setting share the remaining layers evenly
     #[arg(long, value_name = "N", alias = "num-layers-in-first-pipeline-stage")]
@@ -130,6 +135,11 @@ impl FromStr for Partition {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        // DeepSpeed ignores the case of its methods.
+        let is_type = |at: &usize| text[..*at].eq_ignore_ascii_case("type");
+        if let Some(at) = text.find(':').filter(is_type) {
+            return Ok(Self(PartitionMethod::Type(text[at + 1..].into())));
+        }
         let method = match text {
             "uniform" => PartitionMethod::Uniform,
             "parameters" => PartitionMethod::Parameters,
@@ -138,7 +148,7 @@ impl FromStr for Partition {
                 let sizes: Result<Vec<usize>, _> =
                     list.split(',').map(|n| n.trim().parse()).collect();
                 PartitionMethod::Explicit(sizes.map_err(
-                    |_| "expected uniform, parameters, flops, or layers per stage such as 3,4,4,3",
+                    |_| "expected uniform, parameters, flops, type:REGEX, or layers per stage such as 3,4,4,3",
                 )?)
             }
         };

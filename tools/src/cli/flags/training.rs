@@ -1,9 +1,11 @@
 //! `[training]`: batch, length, seed, recompute, precision.
 
+use clap::builder::PossibleValuesParser;
 use clap::{ArgAction, Args, ValueEnum};
 use megatron::config::RecomputeMethod;
 
 use super::choice;
+use super::optimizer::OFFLOADS;
 
 #[derive(Args, Clone, Debug)]
 #[command(next_help_heading = "Training: batch, length, memory, [training]")]
@@ -92,6 +94,14 @@ pub struct RecomputeFlags {
     /// Layers per group (uniform) or per stage (block) of full recompute [default: 1]
     #[arg(long, value_name = "N")]
     pub recompute_num_layers: Option<usize>,
+    /// Full recompute: split the saved input of every recomputed layer over the tensor-parallel
+    /// ranks, and gather it in backward
+    #[arg(long, alias = "partition-activations", action = ArgAction::Set, default_value_t = false)]
+    pub distribute_saved_activations: bool,
+    /// Full recompute: where these inputs are kept until backward, like --offload-optimizer
+    /// [default: none]
+    #[arg(long, value_name = "none|cpu|nvme", value_parser = PossibleValuesParser::new(OFFLOADS))]
+    pub offload_activations: Option<String>,
 }
 
 /// Dtypes of stored numbers.

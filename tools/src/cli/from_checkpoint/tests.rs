@@ -51,14 +51,16 @@ const RUNS: [&str; 13] = [
      --position-embedding-type=rope --rotary-base=500000 --use-rope-scaling --rope-scaling-factor=32 --sliding-window=8 \
      --embed-layernorm --normalization=RMSNorm --norm-epsilon=1e-6 --swiglu --disable-bias-linear --add-qkv-bias \
      --untie-embeddings-and-output-weights --make-vocab-size-divisible-by=4 --attention-dropout=0 --hidden-dropout=0.25 \
-     --init-method-std=0.006 --bf16 --grad-reduce-in-bf16 --recompute-granularity=full --recompute-method=block --recompute-num-layers=2",
+     --init-method-std=0.006 --bf16 --grad-reduce-in-bf16 --recompute-granularity=full --recompute-method=block --recompute-num-layers=2 \
+     --offload-activations=nvme --nvme-path=/tmp",
     "--data-path=x --train-iters=10 --position-embedding-type=rope --rotary-seq-len-interpolation-factor=2 --fp16 --hysteresis=3 \
      --initial-loss-scale=4096 --min-loss-scale=2 --loss-scale-window=20 --consecutive-hysteresis --recompute-granularity=selective \
      --tensor-model-parallel-size=2 --pipeline-model-parallel-size=2 --context-parallel-size=2 --data-parallel-size=2 --sequence-parallel \
      --num-virtual-stages-per-pipeline-rank=2 --pipeline-partition=1,3,3,1 --delay-wgrad-compute --use-distributed-optimizer \
      --zero-reshard-after-forward=false --num-distributed-optimizer-instances=2 --overlap-grad-reduce --global-batch-size=16",
     "--data-path=x --train-iters=10 --fp16 --loss-scale=128 --pipeline-model-parallel-size=2 --pipeline-extra-warmup=1 \
-     --pipeline-partition=parameters --optimizer=sgd --sgd-momentum=0.5 --clip-grad=0 --min-lr=1e-5 --weight-decay=0.1 \
+     --tensor-model-parallel-size=2 --recompute-granularity=full --distribute-saved-activations --offload-activations=cpu \
+     --pipeline-partition=type:Transformer|embedding --optimizer=sgd --sgd-momentum=0.5 --clip-grad=0 --min-lr=1e-5 --weight-decay=0.1 \
      --start-weight-decay=0 --end-weight-decay=0.1 --weight-decay-incr-style=cosine --optimizer-cpu-offload",
     "--data-path=x --train-iters=10 --adam-beta1=0.8 --adam-beta2=0.95 --adam-eps=1e-10 --exp-avg-dtype=bf16 --exp-avg-sq-dtype=bf16 \
      --offload-optimizer=nvme --zero-stage=3 --offload-param=nvme --nvme-path=/tmp --split=8,1,1 --dataloader-type=single --eod-mask-loss --reset-position-ids --reset-attention-mask \

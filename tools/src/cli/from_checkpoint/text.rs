@@ -162,6 +162,9 @@ impl Text {
         self.put("pipeline_extra_warmup", p.extra_warmup);
         match &p.partition {
             PartitionMethod::Explicit(sizes) => self.list("pipeline_partition", sizes),
+            PartitionMethod::Type(regex) => {
+                self.text("pipeline_partition", &format!("type:{regex}"));
+            }
             method => self.choice("pipeline_partition", method),
         }
         self.put("sequence_parallel", p.sequence_parallel);
@@ -229,6 +232,8 @@ impl Text {
                 self.text("recompute_granularity", "full");
                 self.choice("recompute_method", &method);
                 self.put("recompute_num_layers", num_layers);
+                self.put("distribute_saved_activations", t.distribute_saved_activations);
+                self.text("offload_activations", t.activation_offload.name());
             }
         }
         self.put("enable_cuda_graph", t.enable_cuda_graph);
@@ -283,14 +288,15 @@ impl Text {
         self.float("adam_eps", o.adam_eps);
         self.choice("exp_avg_dtype", &o.exp_avg_dtype);
         self.choice("exp_avg_sq_dtype", &o.exp_avg_sq_dtype);
-        let name = |offload: &Offload| match offload {
-            Offload::None => "none",
-            Offload::Cpu => "cpu",
-            Offload::Nvme(_) => "nvme",
-        };
-        self.text("offload_optimizer", name(&o.offload));
-        self.text("offload_param", name(params));
-        if let (Offload::Nvme(folder), _) | (_, Offload::Nvme(folder)) = (&o.offload, params) {
+        self.text("offload_optimizer", o.offload.name());
+        self.text("offload_param", params.name());
+        // They have one folder.
+        let folder =
+            [&o.offload, params, &t.activation_offload].into_iter().find_map(|to| match to {
+                Offload::Nvme(folder) => Some(folder),
+                Offload::None | Offload::Cpu => None,
+            });
+        if let Some(folder) = folder {
             self.path("nvme_path", folder)?;
         }
         self.float("sgd_momentum", o.sgd_momentum);

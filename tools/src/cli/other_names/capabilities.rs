@@ -7,7 +7,7 @@ use super::{Entry, leave_out, refuse, unless, with};
 const EXPERTS: &str = "mixture of experts is not supported";
 const MLA: &str = "multi-latent attention is not supported";
 const FP8: &str = "FP8 and FP4 are not supported: use --bf16";
-const OFFLOAD: &str = "activation offload is not supported: --recompute-granularity saves memory";
+const OFFLOAD: &str = "only what full recompute saves is offloaded: --recompute-granularity full --offload-activations cpu";
 const MTP: &str = "multi-token prediction is not supported";
 const HYBRID: &str = "state-space layers (Mamba) are not supported";
 const VARIANTS: &str = "attention other than softmax over queries and keys is not supported";

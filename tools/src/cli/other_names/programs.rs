@@ -22,6 +22,13 @@ pub const DEEPSPEED: &[Entry] = &[
     refuse("use --initial-loss-scale 2ⁿ", "initial-scale-power"),
     refuse("use --log-interval", "steps-per-print logging-steps"),
     refuse(
+        "leave it out: saved activations are contiguous, and no layer waits for others",
+        "contiguous-memory-optimization contiguous-checkpointing contigious-checkpointing \
+         synchronize-checkpoint-boundary synchronize-each-layer number-checkpoints num-checkpoints \
+         profile-backward",
+    ),
+    refuse("use --pipeline-partition, e.g. type:transformer", "partition-method"),
+    refuse(
         "use --recompute-granularity",
         "deepspeed-activation-checkpointing activation-checkpointing \
         gradient-checkpointing",

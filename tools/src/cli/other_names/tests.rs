@@ -67,6 +67,8 @@ fn names_of_other_programs_are_no_guesses() {
         ("cpu-offload-params", "--offload-param cpu"),
         ("num-train-epochs", "--train-iters"),
         ("train-batch-size", "--global-batch-size"),
+        ("partition-method", "--pipeline-partition"),
+        ("cpu-offloading", "--offload-activations cpu"),
     ];
     for (name, instead) in cases {
         let Verdict::Refused(why) = judge(name, &[], &[]) else { panic!("{name}") };
@@ -110,12 +112,14 @@ fn a_value_decides_where_only_some_change_nothing() {
     for (name, values, line) in refused {
         assert!(matches!(judge(name, values, line), Verdict::Refused(_)), "{name} {values:?}");
     }
-    let words: [(&str, &[&str], &str); 5] = [
+    let words: [(&str, &[&str], &str); 7] = [
         ("window-size", &["128,0"], "--sliding-window=129"),
         ("window-size", &["(128,", "0)"], "--sliding-window=129"),
         ("use-rotary-position-embeddings", &[], "--position-embedding-type=rope"),
         ("recompute-activations", &[], "--recompute-granularity=selective"),
         ("checkpoint-activations", &[], "--recompute-granularity=selective"),
+        ("cpu-checkpointing", &[], "--offload-activations=cpu"),
+        ("checkpoint-in-cpu", &[], "--offload-activations=cpu"),
     ];
     for (name, values, expected) in words {
         assert_eq!(

@@ -34,6 +34,12 @@ pub const TABLE: &[Entry] = &[
         "recompute-activations checkpoint-activations",
     ),
     judged(
+        Nothing,
+        |_| Verdict::Words(vec!["--offload-activations=cpu".to_string()]),
+        "use --offload-activations cpu",
+        "cpu-checkpointing checkpoint-in-cpu",
+    ),
+    judged(
         Several,
         recomputed_modules,
         "selective recompute covers attention and activation functions (core_attn), full recompute whole layers",
@@ -47,7 +53,7 @@ pub const TABLE: &[Entry] = &[
     leave_out(
         Nothing,
         "buffers are freed as soon as possible",
-        "distribute-saved-activations deallocate-pipeline-outputs clone-scatter-output-in-embedding \
+        "deallocate-pipeline-outputs clone-scatter-output-in-embedding \
          no-clone-scatter-output-in-embedding",
     ),
     leave_out(

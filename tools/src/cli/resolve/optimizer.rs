@@ -105,10 +105,19 @@ impl Resolver<'_> {
 
     /// Where weights are kept.
     pub(super) fn param_offload(&self) -> Result<Offload> {
+        self.offload_in_folder("offload_param", &self.flags.optimizer.moments.offload_param)
+    }
+
+    /// Where the saved inputs of recomputed layers are kept.
+    pub(super) fn activation_offload(&self) -> Result<Offload> {
+        let kind = &self.flags.training.recompute.offload_activations;
+        self.offload_in_folder("offload_activations", kind)
+    }
+
+    fn offload_in_folder(&self, key: &str, kind: &Option<String>) -> Result<Offload> {
         let o = &self.flags.optimizer.moments;
-        let kind = o.offload_param.as_deref().unwrap_or("none");
         let path = o.nvme_path.as_ref().or(o.offload_optimizer_nvme_path.as_ref());
-        self.offload("offload_param", kind, path)
+        self.offload(key, kind.as_deref().unwrap_or("none"), path)
     }
 
     fn offload(&self, key: &str, kind: &str, path: Option<&PathBuf>) -> Result<Offload> {
@@ -125,8 +134,11 @@ impl Resolver<'_> {
 
     /// What to say of elements that are moved to the memory of a CPU by a run that computes there.
     pub(super) fn note_on_offload(&self, run: &RunConfig, on_gpus: bool) -> Option<String> {
-        let moved =
-            [(&run.optimizer.offload, "optimizer state"), (&run.parallel.param_offload, "weights")];
+        let moved = [
+            (&run.optimizer.offload, "optimizer state"),
+            (&run.parallel.param_offload, "weights"),
+            (&run.training.activation_offload, "saved activations"),
+        ];
         let moved = moved.into_iter().filter(|(offload, _)| **offload == Offload::Cpu);
         let what: Vec<&str> = moved.map(|(_, what)| what).collect();
         (!on_gpus && !what.is_empty()).then(|| {
@@ -134,7 +146,7 @@ impl Resolver<'_> {
                 "note: this run computes on the CPU, so offload to `cpu` changes nothing: {} in host memory \
                  already. `nvme` keeps them in files",
                 match what[..] {
-                    [one] => format!("{one} {}", if one == "weights" { "are" } else { "is" }),
+                    ["optimizer state"] => "optimizer state is".to_string(),
                     _ => format!("{} are", what.join(" and ")),
                 }
             )

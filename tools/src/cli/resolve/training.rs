@@ -27,6 +27,8 @@ impl Resolver<'_> {
             skip_train: t.skip_train,
             seed: t.seed,
             recompute: self.recompute(&t.recompute)?,
+            distribute_saved_activations: t.recompute.distribute_saved_activations,
+            activation_offload: self.activation_offload()?,
             precision: self.precision()?,
             grad_reduce_in_bf16: t.precision.grad_reduce_in_bf16,
             grad_reduce_in_fp16: t.precision.grad_reduce_in_fp16,

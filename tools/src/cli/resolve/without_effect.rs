@@ -15,8 +15,9 @@ impl Resolver<'_> {
         let RunConfig { model, parallel: p, optimizer: o, logging, .. } = run;
         let replicas = p.data_parallel_size * p.context_parallel_size;
         let (sgd, wsd) = (o.kind == OptimizerKind::Sgd, o.decay_style == DecayStyle::Wsd);
-        let in_files =
-            [&o.offload, &p.param_offload].iter().any(|to| matches!(to, Offload::Nvme(_)));
+        let in_files = [&o.offload, &p.param_offload, &run.training.activation_offload]
+            .iter()
+            .any(|to| matches!(to, Offload::Nvme(_)));
         let cases: [(bool, &str, &[&str]); 13] = [
             (
                 p.tensor_model_parallel_size == 1,

@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use clap::Args;
 use kernels::tensor::philox::philox4x32;
 use megatron::comm::{Group, RankInfo, ReduceOp};
-use megatron::config::{Recompute, RunConfig};
+use megatron::config::{Offload, Recompute, RunConfig};
 use megatron::data::SampleSource;
 use megatron::train::{self, Profile, Profiler, Sources, Trainer, peak_memory_of};
 use models::Gpt;
@@ -232,6 +232,9 @@ fn report(preset: Preset, run: &RunConfig, threads: usize, device: &Device, meas
         (p.zero_stage == 3, "·zero3"),
         (run.training.recompute == Recompute::Selective, "·selective-recompute"),
         (matches!(run.training.recompute, Recompute::Full { .. }), "·full-recompute"),
+        (run.training.distribute_saved_activations, "·distributed-activations"),
+        (run.training.activation_offload == Offload::Cpu, "·activations-cpu"),
+        (matches!(run.training.activation_offload, Offload::Nvme(_)), "·activations-nvme"),
     ];
     for (on, name) in settings {
         layout.push_str(if on { name } else { "" });
