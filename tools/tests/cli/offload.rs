@@ -20,7 +20,10 @@ fn flags<'a>(more: &[&'a str]) -> Vec<&'a str> {
 fn site() -> (Site, Vec<(u64, String)>) {
     let site = Site::new();
     site.edit("train_iters = 20", &format!("train_iters = {STEPS}"));
-    site.edit("pipeline_model_parallel_size = 2", "pipeline_model_parallel_size = 2\ndata_parallel_size = 2");
+    site.edit(
+        "pipeline_model_parallel_size = 2",
+        "pipeline_model_parallel_size = 2\ndata_parallel_size = 2",
+    );
     site.succeed(&LAYOUT[..2]);
     let losses = site.losses();
     assert_eq!(losses.len() as u64, STEPS);
@@ -52,7 +55,8 @@ fn state_in_files_survives_a_dead_rank_and_signals() {
         }
         assert_nothing_left(&site);
         // The state comes back into files, or into memory.
-        let resumed = if signal == "INT" { [&LAYOUT[..], &["--load=saved"]].concat() } else { flags(&[]) };
+        let resumed =
+            if signal == "INT" { [&LAYOUT[..], &["--load=saved"]].concat() } else { flags(&[]) };
         let output = site.succeed(&resumed);
         assert!(stdout(&output).contains("resumed from"), "{}", stdout(&output));
         assert_eq!(site.losses(), losses, "{signal}");
@@ -67,7 +71,10 @@ fn a_disk_without_room_for_the_state_is_named_before_the_first_step() {
     let tcp = ["--distributed-backend=tcp", "--train-iters=9", "--metrics=/dev/null"];
     let command = site.pretrain(&flags(&tcp));
     let output = ended(vec![limited(&site, &command, 64).spawn().unwrap()], SOON).remove(0);
-    refused(&output, &["state: no room for ", "GiB", "free disk space, or give a folder on another disk"]);
+    refused(
+        &output,
+        &["state: no room for ", "GiB", "free disk space, or give a folder on another disk"],
+    );
     assert!(!site.path("saved/latest_checkpointed_iteration.txt").exists());
     assert_nothing_left(&site);
 }
