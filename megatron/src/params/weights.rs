@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 
 use candle_core::{Device, Tensor};
+use kernels::tensor::arena::at_the_end;
 use kernels::tensor::device::empty;
 
 use super::LocalShard;
@@ -82,7 +83,7 @@ impl Weights {
         let mut gathered = lock(&self.gathered);
         if self.is_elsewhere() && matches!(*gathered, Gathered::Nothing) {
             let LocalShard { range, values } = &self.kept;
-            let all = empty(self.len, values.dtype(), &self.device)?;
+            let all = at_the_end(|| empty(self.len, values.dtype(), &self.device))?;
             let own = match values.on_device() {
                 Some(own) => own.clone(),
                 None => {
