@@ -24,7 +24,8 @@ pub struct Added {
 
 impl Configuration {
     /// The settings that `given` lacks, by key.
-    pub fn beneath(self, given: &BTreeMap<String, Given>) -> Added {
+    pub fn beneath(mut self, given: &BTreeMap<String, Given>) -> Added {
+        self.drop_partition(given);
         let mut added = Added::default();
         for Said { path, setting } in &self.said {
             match given.get(&setting.key) {
@@ -61,6 +62,20 @@ impl Configuration {
         }
         added.notes.extend(self.notes);
         added
+    }
+
+    /// Without tensor parallelism there is nothing to cut saved activations over, in DeepSpeed, too.
+    fn drop_partition(&mut self, given: &BTreeMap<String, Given>) {
+        const TP: &str = "tensor_model_parallel_size";
+        let said = self.said.iter().find(|said| said.setting.key == TP);
+        let tp = said.map(|said| value_of(&said.setting));
+        let tp = tp.or_else(|| given.get(TP).map(|given| given.value.as_str())).unwrap_or("1");
+        if tp == "1"
+            && let Some(at) =
+                self.said.iter().position(|said| said.setting.key == "distribute_saved_activations")
+        {
+            self.without_effect.push(self.said.remove(at).path);
+        }
     }
 }
 

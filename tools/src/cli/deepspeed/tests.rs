@@ -162,6 +162,14 @@ fn a_fixed_loss_scale_leaves_the_dynamic_ones_settings_without_effect() {
     assert_eq!(own(off, &[]), ["--fp16=false"]);
 }
 
+#[test]
+fn saved_activations_are_cut_where_there_is_tensor_parallelism() {
+    let text = r#"{"activation_checkpointing": {"partition_activations": true}}"#;
+    assert_eq!(own(text, &[]), ["--recompute-granularity=full"]);
+    let cut = ["--distribute-saved-activations=true", "--recompute-granularity=full"];
+    assert_eq!(own(text, &[("tensor_model_parallel_size", "2")]), cut);
+}
+
 /// Every flag of the table is one that a run has.
 #[test]
 fn every_flag_of_the_table_exists() {
