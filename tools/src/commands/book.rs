@@ -49,9 +49,12 @@ fn words(line: &str, programs: &[&str]) -> Option<Vec<String>> {
     Some(String::from_utf8(output.stdout).unwrap().lines().map(str::to_string).collect())
 }
 
-/// The named run file if it exists here, otherwise a substitute.
+/// The named run file if it exists here, otherwise a substitute; likewise DeepSpeed's configuration.
 fn here(word: &str, run_file: &Path) -> OsString {
     let shipped = root().join(word);
+    if word == "ds_config.json" {
+        return run_file.with_file_name(word).into();
+    }
     match word.strip_suffix(".toml") {
         Some(_) if shipped.exists() => shipped.into(),
         Some(_) => run_file.into(),
@@ -66,6 +69,7 @@ fn commands_of_the_book_are_taken() {
     let folder = tempfile::tempdir().unwrap();
     let run_file = folder.path().join("run.toml");
     fs::write(&run_file, "[model]\nnum_layers = 2\n").unwrap();
+    fs::write(folder.path().join("ds_config.json"), "{}").unwrap();
     let mut taken = 0;
     for page in pages() {
         for line in lines(&page) {

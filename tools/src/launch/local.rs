@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::fault::{SUPERVISED, tell};
 
 /// The commands' names.
-pub const COMMANDS: [&str; 15] = [
+pub const COMMANDS: [&str; 16] = [
     "pretrain",
     "generate",
     "eval",
@@ -25,6 +25,7 @@ pub const COMMANDS: [&str; 15] = [
     "tokenizer",
     "import",
     "export",
+    "convert-config",
     "timeline",
     "bench",
     "doctor",

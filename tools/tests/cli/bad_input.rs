@@ -286,11 +286,6 @@ fn flags_of_other_programs_are_told_what_to_use_instead() {
             "from-megatron-lm.md",
         ),
         ("--cpu-offload-params", "--offload-param cpu", deepspeed),
-        (
-            "--deepspeed",
-            "--deepspeed: use this program's flags for DeepSpeed's settings",
-            deepspeed,
-        ),
     ] {
         let output = megatron().args(["pretrain", flag]).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{flag}");

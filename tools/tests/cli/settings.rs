@@ -164,7 +164,7 @@ fn flags_of_other_programs_name_their_page() {
         (&["--per_device_train_batch_size", "3"], "from-torchrun.md explains"),
         (&["--num-experts", "3"], "from-megatron-lm.md explains"),
         (
-            &["--num-experts", "3", "--gas", "2"],
+            &["--num-experts", "3", "--steps-per-print", "2"],
             "from-deepspeed.md and docs/reference/from-megatron-lm.md explain how",
         ),
     ] {

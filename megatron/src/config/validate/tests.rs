@@ -156,7 +156,7 @@ fn a_valid_run_is_accepted() {
 #[test]
 fn every_broken_equation_is_named_with_its_numbers() {
     type Break = fn(&mut RunConfig);
-    let cases: [(Break, &str); 57] = [
+    let cases: [(Break, &str); 58] = [
         (
             |c| c.model.num_query_groups = 3,
             "num_attention_heads = 8 must be a multiple of num_query_groups = 3: 8 mod 3 = 2",

@@ -130,6 +130,7 @@ fn every_setting_is_said_or_is_not_the_checkpoints_to_say() {
         "optimizer_cpu_offload",
         "offload_optimizer_nvme_path",
         "wall_clock_breakdown",
+        "gradient_accumulation_steps",
     ];
     let of_machines = [
         "bucket_size",

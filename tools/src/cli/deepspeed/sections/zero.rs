@@ -15,7 +15,11 @@ pub fn section(c: &mut Configuration, path: &str, value: &Value) {
         Value::Bool(true) => c.say(path, "zero-stage", "1"),
         other => {
             let Some(object) = c.object(path, other) else { return };
-            c.section(path, object, ZERO);
+            // Other keys depend on it.
+            let (stage, others) =
+                object.iter().map(|(k, v)| (k.clone(), v.clone())).partition(|(k, _)| k == "stage");
+            c.section(path, &stage, ZERO);
+            c.section(path, &others, ZERO);
         }
     }
 }
