@@ -55,7 +55,8 @@ fn assert_rates(told: &[f64], expected: &[f64]) {
 #[test]
 fn a_run_has_the_rates_of_deepspeed() {
     let site = without_lr();
-    let cases: [(&[&str], &[(&str, Value)]); 2] = [
+    type Case<'a> = (&'a [&'a str], &'a [(&'a str, Value)]);
+    let cases: [Case<'_>; 2] = [
         (
             &["--lr-schedule=WarmupLR", "--lr=6e-4", "--warmup-num-steps=30"],
             &[("type", "WarmupLR".into()), ("warmup_max_lr", 6e-4.into())],
