@@ -66,9 +66,12 @@ fn losses_follow_those_with_moments_in_fp32() {
 
 /// The rounding of second moments depends on the elements' indices, not on their places on ranks.
 /// Layouts differ only where the gradients' own rounding changes the result of stochastic rounding.
-/// With separate random numbers, half of the elements would differ.
+/// With separate random numbers, half of the elements would differ after any number of steps. Such
+/// differences change later gradients, so their share grows with the steps, differently where
+/// caches, and with them the order of sums, differ.
 #[test]
 fn every_layout_rounds_alike() {
+    const STEPS: usize = 15;
     for style in [Style::Gpt2, Style::Llama] {
         let plain = model(style, Precision::Fp32);
         let alone = train(&plain, STEPS).unwrap();
