@@ -3,9 +3,12 @@
 
 use std::env::temp_dir;
 
+use candle_core::Device;
 use megatron::config::{
     DynamicLossScale, LossScaling, MomentDtype, Offload, OptimizerKind, Precision, RunConfig,
 };
+use megatron::train::Footprint;
+use models::Gpt;
 use system_tests::{Style, layout, save_after, tiny, train, train_from};
 
 const STEPS: usize = 8;
@@ -70,6 +73,30 @@ fn state_in_files_changes_no_bit() {
             assert_eq!(file_backed.losses, kept.losses, "{what}");
             assert!(file_backed.last == kept.last, "{what}: final state");
         }
+    }
+}
+
+/// What `Footprint` reports of ZeRO-3 at dp N: 1/N of all state of stage 0, and of two units, the
+/// embedding (tied to the head) and a layer, the weights and the fp32 gradients.
+#[test]
+fn the_state_of_zero_3_is_a_share_and_two_units() {
+    let state = |dp: usize, zero_stage: u8| {
+        let mut config = layout(tiny(Style::Gpt2, 0.0), dp, 1, 1);
+        (config.model.hidden_size, config.model.vocab_size) = (64, 1000);
+        (config.model.head_dim, config.model.ffn_hidden_size) = (16, 256);
+        (config.model.num_attention_heads, config.model.num_query_groups) = (4, 4);
+        config.parallel.zero_stage = zero_stage;
+        let model = Gpt::of(&config, &Device::Cpu).unwrap();
+        let report = Footprint::of_stages(&config, &model).unwrap().remove(0);
+        report.total() - report.activations
+    };
+    let whole = state(1, 0);
+    // Weights with biases, and two norms.
+    let layer = 12 * 64 * 64 + 13 * 64;
+    let units = f64::from((layer + 1000 * 64) * (4 + 4));
+    for dp in [2, 4, 8] {
+        let (here, expected) = (state(dp, 3), whole / dp as f64 + units);
+        assert!((here / expected - 1.0).abs() < 0.01, "dp {dp}: {here} instead of {expected}");
     }
 }
 
