@@ -73,7 +73,7 @@ rates
 pretrain large "$1" "$2" "$3" "${files[@]}" &
 pid=$!
 for step in $(seq "$steps"); do
-    while [ "$(grep -c '"lm_loss"' "$dir/large.jsonl" 2>/dev/null || true)" -lt "$step" ]; do
+    while [ "$(cat "$dir/large.jsonl" 2>/dev/null | grep -c '"lm_loss"' || true)" -lt "$step" ]; do
         kill -0 "$pid" 2>/dev/null || break
         sleep 0.2
     done
