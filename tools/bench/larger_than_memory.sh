@@ -60,10 +60,11 @@ rates() {
     echo "read $(rate read)" >>"$dir/rates"
     rm "$dir"/stream?
 }
-# Bytes read and written so far by the ranks, which are children of the process $pid.
+# Bytes read and written so far by the ranks: children of the program, which the shell $pid started.
 moved() {
-    local rank
-    for rank in $(pgrep -P "$pid"); do cat "/proc/$rank/io" 2>/dev/null || true; done |
+    local program rank
+    program=$(pgrep -P "$pid" | head -n 1)
+    for rank in $(pgrep -P "$program"); do cat "/proc/$rank/io" 2>/dev/null || true; done |
         awk '/^read_bytes/ { read += $2 } /^write_bytes/ { written += $2 } END { print read + 0, written + 0 }'
 }
 
