@@ -28,7 +28,9 @@ use system_tests::{
     tiny,
 };
 
-const STEPS: usize = 12;
+/// On random tokens, differences of rounding grow by the step, sooner where caches, and with them
+/// the order of sums, differ.
+const STEPS: usize = 4;
 
 /// The layer that is added after each layer of a GPT.
 #[derive(Clone, Copy, Debug, PartialEq)]

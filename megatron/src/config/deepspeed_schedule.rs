@@ -114,3 +114,17 @@ pub struct LrRangeTest {
     /// Whether the rate rises only at the end of an interval.
     pub lr_range_test_staircase: bool,
 }
+
+impl OneCycle {
+    /// Steps of a cycle's two halves.
+    pub(crate) fn halves(&self) -> (f64, f64) {
+        (self.cycle_first_step_size as f64, self.cycle_second_step_size as f64)
+    }
+
+    /// Intervals of the decay after the cycle, or `None` in the cycle. They begin with one step.
+    pub(crate) fn decay(&self, last: u64) -> Option<f64> {
+        let (first, second) = self.halves();
+        let (last, total) = (last as f64, first + second);
+        (last >= total).then(|| (last - total + 1.0) / self.decay_step_size as f64)
+    }
+}

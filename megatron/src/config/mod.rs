@@ -53,6 +53,7 @@ pub use optimizer::{
     WeightDecayIncrease, WsdDecayStyle,
 };
 pub use origins::Origins;
+pub(crate) use parallel::type_regex;
 pub use parallel::{ParallelConfig, PartitionMethod, ScheduleKind};
 pub use precision::{DynamicLossScale, LossScaling, Precision};
 pub use rampup::BatchSizeRampup;

@@ -1,5 +1,7 @@
 //! `[parallel]`: how the model and the batch are split over ranks.
 
+use regex_automata::meta::Regex;
+use regex_automata::util::syntax;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Offload;
@@ -145,6 +147,20 @@ impl ParallelConfig {
             * self.data_parallel_size
             * self.pipeline_model_parallel_size
     }
+}
+
+/// The expression of [`PartitionMethod::Type`]; like Python's `re.compile(…, re.IGNORECASE)`.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn type_regex(pattern: &str) -> std::result::Result<Regex, String> {
+    let ignoring_case = syntax::Config::new().case_insensitive(true);
+    Regex::builder().syntax(ignoring_case).build(pattern).map_err(|error| {
+        let text = error.syntax_error().map_or_else(|| error.to_string(), ToString::to_string);
+        // The lines before it show the expression.
+        let last = text.lines().last().unwrap_or_default();
+        last.trim_start_matches("error: ").to_string()
+    })
 }
 
 #[cfg(test)]

@@ -357,7 +357,7 @@ impl Check<'_> {
 
     fn layers(&mut self, p: &ParallelConfig, num_layers: usize, num_virtual_stages: usize) {
         if let PartitionMethod::Type(regex) = &p.partition
-            && let Err(why) = crate::pipeline::type_regex(regex)
+            && let Err(why) = super::type_regex(regex)
         {
             self.problems.push(format!(
                 "{} is no regular expression: {why}",

@@ -38,7 +38,6 @@ mod state;
 mod weight_decay;
 
 pub use loss_scale::{LossScaler, LossScalerState};
-pub(crate) use lr::deepspeed::betas_at as betas_of_deepspeed;
 pub use lr::{Applied, LrSchedule};
 pub use optimizer::{Optimizer, Queued, Rates, StepResult};
 pub use ownership::written;

@@ -6,9 +6,6 @@
 
 use std::ops::Range;
 
-use regex_automata::meta::Regex;
-use regex_automata::util::syntax;
-
 use crate::config::PartitionMethod;
 use crate::{Error, Result};
 
@@ -92,20 +89,6 @@ fn ranges(counts: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         .collect()
 }
 
-/// The expression of [`PartitionMethod::Type`]; like Python's `re.compile(…, re.IGNORECASE)`.
-///
-/// # Errors
-/// What is wrong with it.
-pub(crate) fn type_regex(pattern: &str) -> std::result::Result<Regex, String> {
-    let ignoring_case = syntax::Config::new().case_insensitive(true);
-    Regex::builder().syntax(ignoring_case).build(pattern).map_err(|error| {
-        let text = error.syntax_error().map_or_else(|| error.to_string(), ToString::to_string);
-        // The lines before it show the expression.
-        let last = text.lines().last().unwrap_or_default();
-        last.trim_start_matches("error: ").to_string()
-    })
-}
-
 /// How many of the names of each layer's types match `pattern`; and 1 or 0 of the input and the
 /// output.
 ///
@@ -117,7 +100,7 @@ pub(crate) fn matches_of_types(
     input: Option<&'static str>,
     output: Option<&'static str>,
 ) -> Result<(Vec<u64>, (u64, u64))> {
-    let regex = type_regex(pattern).map_err(|why| {
+    let regex = crate::config::type_regex(pattern).map_err(|why| {
         Error::config(format!("pipeline-partition type:{pattern} is no regular expression: {why}"))
     })?;
     let is_match = |name: &&str| u64::from(regex.is_match(name));

@@ -28,8 +28,8 @@ pub struct Gathered {
     pub passed_over: Vec<String>,
     /// What the run prints about DeepSpeed's configuration.
     pub notes: Vec<String>,
-    /// All settings as one command line, if the run file that results is to be printed.
-    pub print_config: Option<Vec<OsString>>,
+    /// All settings as they were parsed, if the run file that results is to be printed.
+    pub print_config: Option<ArgMatches>,
     /// The checkpoint that supplies settings missing from flags and run file, if any.
     pub recorded: Option<Recorded>,
 }
@@ -205,8 +205,8 @@ impl Layers<'_> {
             origins.insert(setting.key.clone(), origin.clone());
         }
         merged.extend_from_slice(self.words);
-        let (args, _) = pretrain_args(self.command, &merged)?;
-        let print_config = args.print_config.then_some(merged);
+        let (args, matches) = pretrain_args(self.command, &merged)?;
+        let print_config = args.print_config.then_some(matches);
         Ok(Gathered { print_config, ..Gathered::of(args.flags, origins) })
     }
 }

@@ -116,14 +116,6 @@ impl From<Error> for Stop {
     }
 }
 
-/// The parsed `words` of a whole command line that pretrains.
-fn pretrain_matches(words: &[OsString]) -> crate::error::Result<ArgMatches> {
-    let matches = crate::commands::command()
-        .try_get_matches_from(words)
-        .map_err(|error| Error::usage(error.to_string()))?;
-    Ok(matches.subcommand().map(|(_, typed)| typed.clone()).unwrap_or_default())
-}
-
 fn is_typed(matches: &ArgMatches, key: &str) -> bool {
     // A command can have a subset of the settings.
     matches.try_contains_id(key).is_ok()

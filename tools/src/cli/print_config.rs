@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use clap::Arg;
 
 use super::flags::{has_type, sections};
-use super::{Gathered, Resolved, pretrain_matches};
+use super::{Gathered, Resolved};
 use crate::error::Result;
 
 /// One key of a run file that is written.
@@ -72,8 +72,7 @@ fn value(arg: &Arg, values: &[String]) -> String {
 /// # Errors
 /// None that the settings have not had before.
 pub fn of_run(gathered: &Gathered, resolved: &Resolved) -> Result<String> {
-    let words = gathered.print_config.as_deref().unwrap_or_default();
-    let matches = pretrain_matches(words)?;
+    let matches = gathered.print_config.clone().unwrap_or_default();
     let mut lines = Vec::new();
     for arg in sections().into_iter().flat_map(|(_, args)| args) {
         let key = arg.get_id().to_string();

@@ -6,7 +6,6 @@ use crate::Result;
 use crate::config::{
     DeepSpeedSchedule, LrRangeTest, OneCycle, Origins, RunConfig, Warmup, WarmupCosine, WarmupDecay,
 };
-use crate::optim::betas_of_deepspeed;
 
 impl DeepSpeedSchedule {
     /// Checks the schedule alone.
@@ -115,8 +114,10 @@ impl Check<'_> {
     /// The momentum grows in the decay after a cycle, and at 1 AdamW divides by 0.
     fn momentum_stays_below_one(&mut self, schedule: &DeepSpeedSchedule, steps: u64) {
         let DeepSpeedSchedule::OneCycle(cycle) = schedule else { return };
-        let at_last = betas_of_deepspeed(schedule, steps.saturating_sub(1));
-        let Some([beta1, _]) = at_last.filter(|_| cycle.cycle_max_mom < 1.0) else { return };
+        let decays = cycle.cycle_momentum && cycle.decay_step_size > 0 && cycle.cycle_max_mom < 1.0;
+        let last = steps.checked_sub(2).filter(|_| decays);
+        let Some(intervals) = last.and_then(|last| cycle.decay(last)) else { return };
+        let beta1 = cycle.cycle_max_mom * (1.0 + cycle.decay_mom_rate * intervals);
         self.require(beta1 < 1.0 || beta1.is_nan(), |c| {
             format!(
                 "{} lets the momentum grow to {beta1} by step {steps}, the run's last, but it must stay below 1",

@@ -94,11 +94,6 @@ impl WarmupCosine {
 }
 
 impl OneCycle {
-    /// Steps of a cycle's two halves.
-    fn halves(&self) -> (f64, f64) {
-        (self.cycle_first_step_size as f64, self.cycle_second_step_size as f64)
-    }
-
     /// How far the rate is from its lowest in the cycle, from 0 to 1. The momentum is as far from
     /// its highest.
     fn scale(&self, last: u64) -> f64 {
@@ -122,13 +117,6 @@ impl OneCycle {
             (total - within) * stairs / second
         };
         stair.floor() / stairs
-    }
-
-    /// Intervals of the decay after the cycle, or `None` in the cycle. They begin with one step.
-    fn decay(&self, last: u64) -> Option<f64> {
-        let (first, second) = self.halves();
-        let (last, total) = (last as f64, first + second);
-        (last >= total).then(|| (last - total + 1.0) / self.decay_step_size as f64)
     }
 
     fn lr(&self, last: u64) -> f64 {
