@@ -28,9 +28,10 @@ use system_tests::{
     tiny,
 };
 
-/// On random tokens, differences of rounding grow by the step, sooner where caches, and with them
-/// the order of sums, differ.
-const STEPS: usize = 4;
+const STEPS: usize = 12;
+/// Steps whose losses are compared. On random tokens, differences of rounding grow by the step,
+/// sooner where caches, and with them the order of sums, differ.
+const COMPARED: usize = 4;
 
 /// The layer that is added after each layer of a GPT.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -241,7 +242,7 @@ fn delaying(mut config: RunConfig) -> RunConfig {
 }
 
 fn agree(what: &str, cut: &[f64], alone: &[f64]) {
-    let difference = largest_relative_difference(cut, alone);
+    let difference = largest_relative_difference(&cut[..COMPARED], &alone[..COMPARED]);
     assert!(difference < 1e-6, "{what}: losses differ by {difference:e}\n{cut:?}\n{alone:?}");
 }
 
