@@ -29,9 +29,6 @@ use system_tests::{
 };
 
 const STEPS: usize = 12;
-/// Steps whose losses are compared. On random tokens, differences of rounding grow by the step,
-/// sooner where caches, and with them the order of sums, differ.
-const COMPARED: usize = 4;
 
 /// The layer that is added after each layer of a GPT.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -242,16 +239,20 @@ fn delaying(mut config: RunConfig) -> RunConfig {
 }
 
 fn agree(what: &str, cut: &[f64], alone: &[f64]) {
-    let first = |losses: &[f64]| losses[..losses.len().min(COMPARED)].to_vec();
-    let (cut, alone) = (first(cut), first(alone));
-    let difference = largest_relative_difference(&cut, &alone);
+    let difference = largest_relative_difference(cut, alone);
     assert!(difference < 1e-6, "{what}: losses differ by {difference:e}\n{cut:?}\n{alone:?}");
 }
 
+/// In f64: Adam makes a whole step of a gradient that is rounding alone, so in fp32 the losses of
+/// random tokens part after a few steps, sooner where the order of sums differs.
 #[test]
 fn custom_layers_train_on_every_layout_as_in_one_process() {
     for style in [Style::Gpt2, Style::Llama] {
-        let config = || tiny(style, 0.0);
+        let config = || {
+            let mut config = tiny(style, 0.0);
+            config.training.precision = Precision::Fp64;
+            config
+        };
         let extras = [Extra::Network, Extra::Mean, Extra::Bias { declared: true }, Extra::Pair];
         let [network, mean, bias, pair] = extras.map(|extra| {
             let alone = extended(&config(), extra).unwrap();
