@@ -7,6 +7,7 @@ use crate::config::{
     CheckpointConfig, DataConfig, DataloaderType, DynamicLossScale, IncreaseStyle, LoggingConfig,
     Normalization, Retention, SlidingWindow, TensorboardConfig, WeightDecayIncrease, WsdDecayStyle,
 };
+use crate::config::{PartitionMethod, ScheduleKind};
 
 fn increase(config: &mut RunConfig, start: f64, end: f64) {
     let style = IncreaseStyle::Linear;

@@ -2,8 +2,9 @@
 
 use super::{
     BatchSizeRampup, Check, LossScaling, MOST_MICROBATCHES, ModelConfig, Offload, ParallelConfig,
-    Precision, Recompute, RecomputeMethod, ScheduleKind, TrainingConfig,
+    Precision, Recompute, RecomputeMethod, TrainingConfig,
 };
+use crate::config::ScheduleKind;
 
 impl Check<'_> {
     pub(super) fn training(&mut self, t: &TrainingConfig, p: &ParallelConfig, m: &ModelConfig) {
